@@ -1,4 +1,4 @@
-"""Benchmarks: attention beside its peers, tiles, the TPU compiler's schedules, training.
+"""Benchmarks of attention and its peers, tiles, the TPU compiler's schedules, and training.
 
-Not in the wheel; run from a checkout, `python -m benchmarks.attention`.
+They are not in the wheel. Run them from a checkout, for example `python -m benchmarks.attention`.
 """

@@ -1,18 +1,19 @@
-"""What the auxiliary outputs of attention cost: the largest score of a head, the row sums of dS.
+"""Times the auxiliary outputs of attention: the largest score of a head and the row sums of dS.
 
     python -m benchmarks.auxiliary --out results/hopper/auxiliary.jsonl
 
-A call with and one without them are timed in turns, in one run, causal, in bfloat16. Ratios are to
-the call without.
+Calls with and without an auxiliary output are timed in turns within one run. They are causal and in
+bfloat16. Ratios are to the call without auxiliary outputs.
 
-Floors. The largest score takes a multiplication, a comparison and 4 bytes a row, and a kernel that
-reduces them: at gpt2 0.8 MB beside the 101 MB of a forward pass. Where it is not the m of the
-softmax, a maximum a row and step is added: 1 / 64 or 1 / 128 of an instruction an entry. The row
-sums take two additions an entry of dQ's kernel, three where `delta` corrects dQ, and 8 bytes a row.
+The least possible cost. The largest score takes a multiplication, a comparison and 4 bytes per row,
+and a kernel that reduces the rows: at gpt2 0.8 MB, beside the 101 MB of a forward pass. If the
+largest score is not the m of the softmax, a maximum per row and step is added, which is 1 / 64 or
+1 / 128 of an instruction per entry. The row sums take two additions per entry in dQ's kernel (three
+if `delta` corrects dQ), and 8 bytes per row.
 
-Written before the first run. Largest score: within 1 % of both passes everywhere, and of the
-forward pass but at gpt2, where the launch of the reduction, 2 µs, is 2 %. Row sums: 3 to 6 % of
-both passes by `gpu`; `hopper` declines them.
+Predicted before the first run. The largest score costs at most 1 % of both passes everywhere. It
+costs at most 1 % of the forward pass, except at gpt2, where the launch of the reduction takes 2 µs,
+which is 2 %. The row sums cost 3 to 6 % of both passes with `gpu`; `hopper` declines them.
 """
 
 import argparse
@@ -33,9 +34,9 @@ from benchmarks.shapes import SHAPES, Shape
 from lowprec_attn.attention import BackwardSums, dot_product_attention
 from lowprec_attn.errors import UserError
 
-_SECONDS = 0.1  # of a sample, about
+_SECONDS = 0.1  # the approximate length of a sample
 IMPLEMENTATIONS = ("hopper", "gpu")
-# Of those whose m is the largest score, and of those whose m is not.
+# Both kinds: arithmetics whose m is the largest score, and arithmetics whose m is not.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "flash": {"numerics": "flash"},
     "flash dynamic_max": {"numerics": "flash", "row_max": "dynamic_max"},
@@ -47,7 +48,7 @@ OUTPUTS = ("none", "max_logit", "backward_sums")
 def prepare(
     shape: Shape, options: dict[str, Any], output: str, *, backward: bool
 ) -> tuple[Timed, int]:
-    """The compiled candidate, and calls of a sample. Raises where it declines."""
+    """Returns the compiled candidate and the number of calls in a sample; raises if it declines."""
     options = {"scale": shape.head_size**-0.5, "is_causal": True, **options}
     if output == "max_logit":
         options["return_max_logit"] = True
@@ -77,7 +78,7 @@ def prepare(
 
 
 def measure(shape: Shape, options: dict[str, Any], *, backward: bool, rounds: int) -> list[Record]:
-    """A record of every output, with ratios to the call without."""
+    """Returns a record for each output, with its ratio to the call without auxiliary outputs."""
     timed, rows = {}, []
     for output in OUTPUTS if backward else OUTPUTS[:2]:
         row: Record = {"output": output, "pass": "both" if backward else "forward"}
@@ -95,7 +96,7 @@ def measure(shape: Shape, options: dict[str, Any], *, backward: bool, rounds: in
 
 
 def main() -> int:
-    """Measures, prints and writes."""
+    """Measures all outputs, prints the times and writes the records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

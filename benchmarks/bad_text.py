@@ -1,10 +1,10 @@
-"""The built-in text with a stretch of random bytes in it: bad data, which no rounding explains.
+"""Writes the built-in text with a stretch of random bytes: bad data, which no rounding explains.
 
     python -m benchmarks.bad_text data/bad_text
 
-It writes token files of the same length as the built-in text, with the same held-out part, so that
-a run with `data.path=data/bad_text` draws the same windows. One training window in 500 then holds
-random bytes.
+The token files have the length and the held-out part of the built-in text, so that a run with
+`data.path=data/bad_text` draws the same windows. One training window in 500 then holds random
+bytes.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from benchmarks import program
 from lowprec_attn.data import builtin_text
 from lowprec_attn.data.tokens import Meta, SplitMeta
 
-SHARE = 0.002  # of the training text that is random
+SHARE = 0.002  # the part of the training text that is random
 
 
 def spoiled(ids: UInt[np.ndarray, " count"]) -> UInt[np.ndarray, " count"]:
-    """A copy with random bytes in the middle, always the same."""
+    """Returns a copy with random bytes in the middle; the bytes are the same on every call."""
     stretch = round(SHARE * len(ids))
     begin = (len(ids) - stretch) // 2
     copy = ids.copy()

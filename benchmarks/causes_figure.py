@@ -1,8 +1,8 @@
-"""Which rounding starts the runaway: largest error and largest score of each arm, a dot a run.
+"""Draws which rounding starts the runaway: largest error and score of each arm, one dot per run.
 
     python -m benchmarks.causes_figure docs/images/causes.png
 
-reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
+It reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,18 @@ from lowprec_attn.lab.records import ArmRecord, read_all
 from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
 
-FIRST_STEP = 1000  # before it no head of layer 1 has saturated
-LEAST_GRADIENT = 1e-5  # of W_Q in a head; most have some 3e-3, and none where all rows see one key
+FIRST_STEP = 1000  # no head of layer 1 has saturated before this step
+# The least gradient of a head's W_Q that counts. Most gradients are about 3e-3. A head whose rows
+# all attend to one key has none.
+LEAST_GRADIENT = 1e-5
 
-# Near Okabe and Ito's, as in the front figure: a rounding lies between δ and Σ P dP, or none.
+# Colours near those of Okabe and Ito, as in the front figure. They show whether a rounding lies
+# between δ and Σ P dP.
 _ROUNDED, _NOT_ROUNDED = style.BREAKS, style.HOLDS
 
 
 class Row(NamedTuple):
-    """An arm and its plain name."""
+    """The name of an arm, and its label in the figure."""
 
     arm: str
     label: str
@@ -61,22 +64,22 @@ NOT_ROUNDED = (
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes the picture."""
     parser = program.parser(__doc__)
     parser.add_argument("out", type=Path, help="the picture")
     write_figure(parser.parse_args().out, figure())
 
 
 def runs() -> list[ArmRecord]:
-    """The runs that reached step 1,500."""
+    """Returns the runs that reached step 1,500."""
     both = [*read_all(RESULTS / "arithmetic"), *read_all(RESULTS / "causes")]
     return [run for run in both if max(run.signals) >= 1500]
 
 
 def largest_error(run: ArmRecord) -> float:
-    """The largest error of W_Q's gradient over the gradient, of any head, from step 1,000 on.
+    """Returns the largest relative error of W_Q's gradient over heads and steps from 1,000 on.
 
-    It leaves out a head while its true gradient is below `LEAST_GRADIENT`.
+    A head is left out while its true gradient is below `LEAST_GRADIENT`.
     """
 
     def found() -> Iterator[float]:
@@ -91,12 +94,12 @@ def largest_error(run: ArmRecord) -> float:
 
 
 def last_score(run: ArmRecord) -> float:
-    """The largest |score| of the layer at the last record."""
+    """Returns the largest |score| of the layer at the last record."""
     return run.largest("score_maximum", max(run.signals), LAYER)
 
 
 def figure() -> Figure:
-    """Two panels with one row an arm."""
+    """Draws two panels with one row per arm."""
     drawn = Figure(figsize=(10.4, 7.2), layout="constrained")
     error, score = drawn.subplots(1, 2, sharey=True)
     rows = [*ROUNDED, *NOT_ROUNDED]

@@ -1,13 +1,14 @@
-"""What `lowprec-attn check` makes of planted bugs, planted arithmetics and correct libraries.
+"""Tries `lowprec-attn check` on planted bugs, planted arithmetics and correct libraries.
 
     python -m benchmarks.check_confusion --out results/check/confusion.jsonl
     python -m benchmarks.check_confusion --read results/check/confusion.jsonl
 
-Every planted bug sits in a planted arithmetic drawn at random; tiles, the direction of the walk
-over the keys, causality, lengths, head sizes, formats and seeds are drawn as well, and for half of
-the checks a window, a soft cap, sinks, a bias or all of them in every problem. Correct libraries
-are checked at random lengths, head sizes, formats and seeds, with what they have of these: a bug
-found there is a false one. `--read` prints the tables that docs/check.md counts.
+Every planted bug sits in a planted arithmetic that is drawn at random. Tiles, the direction of the
+loop over the keys, causality, lengths, head sizes, formats and seeds are drawn as well. In half of
+the checks, every problem also has a window, a soft cap, sinks, a bias, or all of them. Correct
+libraries are checked at random lengths, head sizes, formats and seeds, with those of these features
+that they have. A bug that is found in a correct library is a false one. `--read` prints the tables
+that docs/check.md counts.
 """
 
 import functools
@@ -40,10 +41,11 @@ from lowprec_attn.tables import markdown
 
 _SHAPES = ((64, 32), (96, 64))  # tokens and head size
 _TILES = (16, 32, 48, 64, 80, 128)
-# The unfused one has no online softmax to be wrong.
+# No bugs are planted in the unfused arithmetic, because some of them need an online softmax.
 _WITH_BUGS = [name for name, fields in ARITHMETICS.items() if "normalize" not in fields]
 _BESIDE = ("window", "soft_cap", "sinks", "bias")
-# Libraries, and what each has of these. tokamax adds the bias before the soft cap.
+# The combinations of `_BESIDE` that each library is checked with. tokamax has no combination of
+# soft cap and bias, because it adds the bias before the soft cap.
 _LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "jax.nn": ((), ("window",), ("bias",), ("window", "bias")),
     "lowprec_attn:tiled": ((), *((name,) for name in _BESIDE), _BESIDE),
@@ -56,7 +58,7 @@ _LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @program.told
 def main() -> None:
-    """Appends a line a check, or prints the tables."""
+    """Appends one line per check, or prints the tables."""
     parser = program.recording_parser(__doc__)
     parser.add_argument("--draws", type=int, default=3, help="of every planted bug and arithmetic")
     parser.add_argument(
@@ -121,10 +123,10 @@ def _checked(
 
 
 def _beside(bug: str | None, arithmetic: str, rng: np.random.Generator) -> dict[str, Any]:
-    """What every problem has: nothing in half of the draws, else one thing, or all."""
+    """Draws what every problem has: nothing in half of the draws, else one feature or all four."""
     choices = [(), (), (), (), (), *((name,) for name in _BESIDE), _BESIDE]
     never = NOT_WITH.get(bug or "")
-    if arithmetic == "corrected_after_cast":  # which is not defined with it
+    if arithmetic == "corrected_after_cast":  # it is not defined with a soft cap
         never = "soft_cap"
     chosen = choices[rng.integers(len(choices))]
     names = (*(n for n in chosen if n != never), *ONLY_WITH.get(bug or "", ()))
@@ -132,7 +134,7 @@ def _beside(bug: str | None, arithmetic: str, rng: np.random.Generator) -> dict[
 
 
 def _values(names: Collection[str], rng: np.random.Generator) -> dict[str, Any]:
-    """Of the fields of `Setting`, those of these names."""
+    """Draws values for the fields of `Setting` that have these names."""
     values: dict[str, Any] = {
         "window": (int(rng.integers(8, 40)), int(rng.integers(8))),
         "soft_cap": float(rng.choice((5.0, 20.0, 50.0))),
@@ -150,12 +152,13 @@ def target(
     is_causal: bool = True,
     setting: Setting = Setting(),  # noqa: B008
 ) -> check.Target:
-    """A planted kernel as a target of `check`, aligned with the first row and key.
+    """Makes a target of a planted kernel, which is aligned with the first row and key.
 
     Args:
-      kernel: the attention.
-      head_size, tokens: of the core problems.
-      is_causal: whether it can be causal, as the core problems then are; it can always be full.
+      kernel: the planted attention.
+      head_size, tokens: the sizes of the core problems.
+      is_causal: whether the target can be causal. The core problems are then causal. It can always
+        be full.
       setting: what every problem has.
     """
 
@@ -225,10 +228,11 @@ def _verdict(report: check.Report) -> dict[str, Any]:
 
 
 def outcome(record: dict[str, Any]) -> str:
-    """What the verdict says of what was planted.
+    """Compares the verdict with what was planted.
 
-    `named`, `found`, `found, by another name`, `a risk` or `missed` of a bug; `named`, `among those
-    not told apart`, the name of another arithmetic or `false bug` of an arithmetic.
+    Returns `named`, `found`, `found, by another name`, `a risk` or `missed` for a bug. Returns
+    `named`, `not told apart`, the name of another arithmetic or `false bug` for an arithmetic.
+    Returns the state and the arithmetic's name, or `false bug`, for a library.
     """
     bugs = record["bugs"]
     if record["kind"] == "bug":
@@ -246,14 +250,14 @@ def outcome(record: dict[str, Any]) -> str:
     name = record["arithmetic"]
     if record["dtype"] == "float16":
         name = name.replace("bfloat16", "float16")
-    # The planted exponent is exp(S − m) of a rounded S: that of `torch_flash`.
+    # The planted exponent is exp(S − m) of a rounded S, which is the exponent of `torch_flash`.
     if record["named"] in (name, name.replace("flash", "torch_flash")):
         return "named"
     return "not told apart" if name in record["alike"] else record["named"]
 
 
 def tables(records: list[dict[str, Any]]) -> Iterator[str]:
-    """In Markdown: bugs, arithmetics and correct libraries by outcome."""
+    """Yields Markdown tables that count bugs, arithmetics and correct libraries by outcome."""
     for kind, key, order in (
         ("bug", "bug", ["named", "found", "found, by another name", "missed"]),
         ("arithmetic", "arithmetic", ["named", "not told apart"]),

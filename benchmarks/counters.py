@@ -1,12 +1,12 @@
-"""What binds the kernels of attention: Nsight Compute's counters, kernel by kernel.
+"""Shows what limits the attention kernels: Nsight Compute's counters, kernel by kernel.
 
     python -m benchmarks.counters --shapes long64 --only 'hopper flash' 'torch cudnn' --out FILE
 
 It needs NVIDIA's `ncu`, and a GPU whose counters this user may read. Each candidate of
-`benchmarks.attention` runs one forward and backward pass in a process of its own, under `ncu`,
-which runs every kernel several times. The clock is left as it is: a single kernel runs at a higher
-one than a loop of them, so that times are below those of `benchmarks.attention`. Shares are of what
-a multiprocessor can do in the cycles in which it works.
+`benchmarks.attention` runs one forward and backward pass in its own process, under `ncu`, which
+runs every kernel several times. The clock is not fixed. A single kernel runs at a higher clock than
+a loop of kernels, so times are shorter than those of `benchmarks.attention`. Shares are of what a
+multiprocessor can do in the cycles in which it works.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.errors import RunError
 from lowprec_attn.tables import columns
 
-# Kernels of attention, ours and others'; not those that XLA or PyTorch put around them.
+# Matches the attention kernels, ours and others', but not those that XLA or PyTorch add to them.
 _KERNELS = "regex:attention|sdpa|flash|mha"
 _SECTIONS = (
     "SpeedOfLight",
@@ -43,7 +43,7 @@ _SECTIONS = (
 
 
 class _Counter(NamedTuple):
-    """A counter of `ncu` and what a record calls it, times `unit`; `heading`: of the table."""
+    """A counter of `ncu`, the unit that multiplies it in a record, and its heading in the table."""
 
     counter: str
     unit: float
@@ -73,9 +73,9 @@ _COUNTERS = {
 
 @program.told
 def main() -> None:
-    """Profiles, prints, writes."""
+    """Profiles the candidates, prints the table and writes the records."""
     args = _arguments()
-    # This process and the one under `ncu` share the GPU.
+    # This process shares the GPU with the process under `ncu`.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.run:
         _run(args.run, args.only)
@@ -106,11 +106,11 @@ def _profile(args: argparse.Namespace) -> None:
             records += _counted(ncu, shape, candidate.name)
             print(table(records[1:]), flush=True)
             if args.out:
-                write(args.out, records)  # so that a run that is stopped leaves what it has
+                write(args.out, records)  # a run that is stopped leaves what it has measured
 
 
 def _counted(ncu: str, shape: str, name: str) -> Iterator[Record]:
-    """The kernels of one candidate."""
+    """Runs one candidate under `ncu`, and yields a record for each of its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         options = ["--csv", "--page", "raw", "--clock-control", "none", "--log-file", str(log)]
@@ -126,7 +126,7 @@ def _counted(ncu: str, shape: str, name: str) -> Iterator[Record]:
 
 
 def _run(shape: str, names: Sequence[str]) -> None:
-    """One forward and backward pass of each candidate, for `ncu` to watch."""
+    """Runs one forward and backward pass of each candidate, for `ncu` to watch."""
     problem = Problem(shape, SHAPES[shape], "bfloat16", backward=True)
     inputs = problem.inputs()
     for candidate in select(candidates("gpu"), names):
@@ -134,14 +134,14 @@ def _run(shape: str, names: Sequence[str]) -> None:
 
 
 def kernels(lines: Iterable[str]) -> Iterator[Record]:
-    """The kernels in what `ncu --csv --page raw` writes, in the order in which they ran.
+    """Yields a record for each kernel in the output of `ncu --csv --page raw`, in running order.
 
     Raises:
-      RunError: a counter is not among them.
+      RunError: a counter is missing.
     """
     rows = [row for row in csv.reader(lines) if row]
     begin = next((i for i, row in enumerate(rows) if row[0] == "ID"), len(rows))
-    for row in rows[begin + 2 :]:  # below the names stand the units
+    for row in rows[begin + 2 :]:  # the row below the names has the units
         counted = dict(zip(rows[begin], row, strict=True))
         record: Record = {"kernel": counted["Kernel Name"]}
         for name, (counter, unit, _) in _COUNTERS.items():
@@ -153,7 +153,7 @@ def kernels(lines: Iterable[str]) -> Iterator[Record]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A line for each kernel; shares in percent."""
+    """Returns a table with one line per kernel; shares are in percent."""
     shown = {name: c.heading for name, c in _COUNTERS.items() if c.heading}
     rows = [("shape", "candidate", "kernel", *shown.values())]
     for record in records:

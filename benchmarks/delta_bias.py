@@ -1,14 +1,15 @@
-"""Has the error of δ a mean? At one checkpoint of a run, over many sequences and random bits.
+"""Measures whether the error of δ has a mean, at one checkpoint of a run, over many sequences.
 
     python -m benchmarks.delta_bias runs/seed1 runs/seed2 --draws 1500 [--out FILE.jsonl]
 
-The error of δ = rowsum(dO ∘ O), of each row: what the run computes less what exact arithmetic does.
-An error e of O makes it dO · e. Where the forward pass has seen e too, dO is taken at O + e and is
-g + H e. With H positive, as about a minimum, dO · e then has a positive mean even if e has none.
+The error of a row's δ = rowsum(dO ∘ O) is the value that the run computes minus the exact value. An
+error e of O makes it dO · e. If the forward pass has used e too, dO is the gradient at O + e, which
+is g + H e. If H is positive, as it is near a minimum, dO · e has a positive mean even if e has
+mean 0.
 
-Every draw is a sequence of the training text with random bits of its own. The mean of all is given
-over the error's RMS, with its standard error, by layer and head. Several runs are measured one
-after the other, up to the first that cannot be.
+Every draw is a sequence of the training text with its own random bits. For each layer and head, the
+mean over all draws is divided by the error's RMS, and its standard error is given. Several runs are
+measured one after the other, up to the first that cannot be measured.
 """
 
 import dataclasses
@@ -36,21 +37,21 @@ from lowprec_attn.training.step import make_steps, root_key, step_key
 
 
 class Errors(NamedTuple):
-    """Mean and RMS over the rows of each draw, of every layer and head [draws, L, N]."""
+    """Mean and RMS of the error over the rows of each draw, by layer and head [draws, L, N]."""
 
     mean: np.ndarray
     rms: np.ndarray
 
 
 class Bias(NamedTuple):
-    """The mean of all rows over their RMS, and its standard error from draw to draw [L, N]."""
+    """The mean error of all rows divided by their RMS, and its standard error over draws [L, N]."""
 
     mean: np.ndarray
     error: np.ndarray
 
 
 def bias(errors: Errors) -> Bias:
-    """0 where nothing errs."""
+    """Computes the bias of errors; it is 0 in a head without errors."""
     rms = np.sqrt(np.mean(errors.rms**2, axis=0))
     unit = np.where(rms > 0, rms, 1)
     spread = errors.mean.std(axis=0, ddof=1) / math.sqrt(len(errors.mean))
@@ -58,12 +59,12 @@ def bias(errors: Errors) -> Bias:
 
 
 def measure(path: Path, draws: int) -> tuple[int, Errors]:
-    """The step of a run's newest checkpoint, and the errors there."""
+    """Returns the step of a run's newest checkpoint, and the errors of δ there."""
     settings = settings_of(path)
     saved = restore(settings, RunDir(path))
     if saved is None:
         raise UserError(f"{path}: holds no complete checkpoint; train with checkpoint_every > 0")
-    settings = dataclasses.replace(settings, attention=saved.attention)  # after a rollback its own
+    settings = dataclasses.replace(settings, attention=saved.attention)  # a rollback may change it
     steps = make_steps(settings, saved.devices.attend_whole)
     signals = saved.devices.jit(make_signals(settings.model, settings.attention, steps.loss))
     root, found = root_key(settings), []
@@ -80,7 +81,7 @@ def measure(path: Path, draws: int) -> tuple[int, Errors]:
 
 
 def _sequences(settings: TrainSettings, draws: int) -> Iterator[np.ndarray]:
-    """Windows [1, context + 1] of the training text, from random places."""
+    """Yields windows [1, context + 1] of the training text, from random places."""
     ids, length = open_corpus(settings.data).train.ids, settings.model.context + 1
     for start in np.random.default_rng(0).integers(len(ids) - length, size=draws):
         yield np.asarray(ids[start : start + length], np.int32)[None]
@@ -88,7 +89,7 @@ def _sequences(settings: TrainSettings, draws: int) -> Iterator[np.ndarray]:
 
 @program.told
 def main() -> None:
-    """Measures each run, prints, writes."""
+    """Measures each run, prints its table and writes its line."""
     parser = program.parser(__doc__)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="directory of a run with a checkpoint"
@@ -110,7 +111,7 @@ def _report(run: Path, step: int, draws: int, found: Bias, out: Path | None) -> 
         mean, spread = (x[layer, head] for x in found)
         rows.append((str(layer), str(head), f"{mean:+.4f}", f"{spread:.4f}"))
     print(f"{run}, step {step}, {draws} sequences")
-    print(columns(rows, ">>>>"), flush=True)  # the next run takes minutes
+    print(columns(rows, ">>>>"), flush=True)  # shown at once, since the next run takes minutes
     if out:
         record = {"run": run.name, "step": step, "draws": draws}
         record |= {name: x.round(5).tolist() for name, x in found._asdict().items()}

@@ -1,17 +1,18 @@
-"""How far attention lies from float64, by format, length, tile and implementation.
+"""Measures how far attention lies from float64, by format, length, tile and implementation.
 
     python -m benchmarks.deviation DIR               # two minutes on two CPU cores
     python -m benchmarks.deviation DIR --crossed     # every tile in every format at every length
     python -m benchmarks.deviation DIR --read        # table and figure of the records alone
     python -m benchmarks.deviation --weights A B C   # the weights of runs B and C beside those of A
 
-The measurement of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803): the same random
-q, k, v go through attention in each arithmetic, and every result is compared with attention in
-float64. They vary the format, the length, the area of a tile and its sides, swapped or equal. Here
-dQ, dK and dV are compared as well, and the sign of the errors is measured (arXiv 2510.04212). A
-deviation holds the errors of the arithmetic alone: float64 attention takes the inputs as they are
-rounded to the format. Weights are compared as they do: by the largest difference, and by the
-Wasserstein distance of a tensor's values, as a mean over the tensors by their sizes.
+This repeats the measurement of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The
+same random q, k and v go through attention in each arithmetic, and every result is compared with
+attention in float64. Golden et al. vary the format, the length, the area of a tile, and its sides,
+swapped or equal. Here dQ, dK and dV are compared as well, and the sign of the errors is measured
+(arXiv 2510.04212). A deviation contains only errors of the arithmetic, because float64 attention
+takes the inputs after they are rounded to the format. Weights are compared as in that paper, by the
+largest difference and by the Wasserstein distance of a tensor's values, averaged over the tensors
+with their sizes as weights.
 """
 
 import argparse
@@ -53,11 +54,12 @@ TENSORS = tuple(WORDS[name] for name in RESULTS)
 LENGTHS = (128, 256, 512, 1024)
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))
 TILES = (*SQUARES, (16, 256), (256, 16), (32, 128), (128, 32))
-# Where formats and tiles are compared, and with which tile formats and lengths are.
+# The length at which formats and tiles are compared, and the tile with which formats and lengths
+# are compared.
 LENGTH, TILE = 512, (64, 64)
 HEADS, HEAD_SIZE = 2, 64
 
-Tile = tuple[int, int]  # rows of queries, keys
+Tile = tuple[int, int]  # numbers of queries and keys
 Record = Mapping[str, Any]
 
 
@@ -65,9 +67,9 @@ class Arm(NamedTuple):
     """One way to compute attention.
 
     Attributes:
-      numerics: in bfloat16; None for a function of `jax.nn`.
-      implementation: of `attention`, or of `jax.nn.dot_product_attention`.
-      platform: that it needs, None for any.
+      numerics: the arithmetic in bfloat16; None for a function of `jax.nn`.
+      implementation: an implementation of `attention`, or of `jax.nn.dot_product_attention`.
+      platform: the platform that it needs; None for any.
     """
 
     numerics: Numerics | None
@@ -87,7 +89,7 @@ ARMS: dict[str, Arm] = {
 
 
 class Case(NamedTuple):
-    """One program: an arm of `ARMS`, a format, a length T, and a tile where the arm has one."""
+    """One program: an arm of `ARMS`, a format, a length T, and a tile if the arm has tiles."""
 
     arm: str
     format: str
@@ -96,7 +98,10 @@ class Case(NamedTuple):
 
 
 def cases(crossed: bool = False) -> list[Case]:
-    """Every format at every length; every tile at one place, or if crossed at each."""
+    """Returns the cases: all formats at all lengths, and all tiles.
+
+    Tiles are tried with one format and length, or with every format and length if `crossed`.
+    """
     places = list(itertools.product(FORMATS, LENGTHS))
     found = []
     for name, arm in ARMS.items():
@@ -111,11 +116,11 @@ def cases(crossed: bool = False) -> list[Case]:
 
 
 def measure(case: Case, seeds: int) -> list[dict[str, Any]]:
-    """A record for each seed and tensor.
+    """Returns a record for each seed and tensor.
 
-    A record holds the case, the root mean square of its exact values (`size`) and `max`, `mean`,
-    `rms` and `coherence` of the deviation: those of `signed_error`, the largest of the heads, their
-    mean, their root mean square, their mean.
+    A record holds the case, the RMS of the tensor's exact values (`size`), and four statistics of
+    the deviation. `signed_error` computes them by head. `max` is the largest of the heads, `rms` is
+    their RMS, and `mean` and `coherence` are their means.
     """
     function = _compiled(case)
     records = []
@@ -130,7 +135,7 @@ def measure(case: Case, seeds: int) -> list[dict[str, Any]]:
 
 
 def _compiled(case: Case) -> Callable[[Problem], Found]:
-    """Computes the results of a problem."""
+    """Returns a function that computes the results of a problem."""
     arm = ARMS[case.arm]
     options: dict[str, Any] = {"implementation": arm.implementation}
     function: Any = jax.nn.dot_product_attention
@@ -146,10 +151,10 @@ def _compiled(case: Case) -> Callable[[Problem], Found]:
     return fidelity.called(function, **options)
 
 
-# One length of one format at a time is looked at, by several arms and tiles.
+# The exact results are cached, because several arms and tiles share a format and a length.
 @functools.lru_cache(maxsize=64)
 def _exact(fmt: str, length: int, seed: int) -> tuple[Problem, Found]:
-    """Normal q, k, v and dO in a format, and float64 results of them."""
+    """Draws normal q, k, v and dO in a format, and computes their float64 results."""
     rng = np.random.default_rng(seed)
     arrays = normal(rng, 1, (length, length), (HEADS, HEADS), HEAD_SIZE)
     problem = formed("normal", "", arrays, fmt, causal=True)
@@ -157,7 +162,7 @@ def _exact(fmt: str, length: int, seed: int) -> tuple[Problem, Found]:
 
 
 def _statistics(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    # The difference is taken in float64: float32 results err by less than its own last digits.
+    # The difference is taken in float64, because float32 could not resolve float32 results' errors.
     difference = (found - exact).astype(np.float32)
     heads = signed_error(jnp.asarray(difference), jnp.zeros(exact.shape, jnp.float32))
     by_head = {name: np.asarray(x).astype(np.float64) for name, x in heads.items()}
@@ -172,10 +177,10 @@ def _statistics(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row a case, means over the seeds.
+    """Returns a table with one row per case, averaged over the seeds.
 
-    Of O and dQ the largest and the RMS deviation, and that as a part of the exact values (`part`);
-    the coherence of all tensors.
+    It shows the largest and the RMS deviation of O and dQ, the RMS deviation divided by the RMS of
+    the exact values (`part`), and the coherence of all tensors.
     """
     shown = [(t, name) for t in ("O", "dQ") for name in ("max", "rms", "part")]
     shown += [(t, "coherence") for t in TENSORS]
@@ -200,7 +205,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def figure(records: Sequence[Record]) -> Figure:
-    """Largest and RMS deviation of each tensor by format, every seed a point."""
+    """Draws the largest and the RMS deviation of each tensor by format, one point per seed."""
     chosen = [r for r in records if r["length"] == LENGTH and tuple(r["tile"] or TILE) == TILE]
     arms = [name for name in ARMS if any(r["arm"] == name for r in chosen)]
     drawn = Figure(figsize=(11.4, 5.5), layout="constrained")
@@ -209,7 +214,7 @@ def figure(records: Sequence[Record]) -> Figure:
         for axis, tensor in zip(panels[row], TENSORS, strict=True):
             for i, arm in enumerate(arms):
                 of_arm = [r for r in chosen if (r["arm"], r["tensor"]) == (arm, tensor)]
-                # Side by side, for several arms lie on one another.
+                # Arms are shifted sideways, because the points of several arms coincide.
                 place = [FORMATS.index(r["format"]) + 0.12 * (i - len(arms) / 2) for r in of_arm]
                 axis.plot(place, [r[name] for r in of_arm], "o", ms=4, label=arm)
             axis.set(yscale="log", title=tensor if row == 0 else "")
@@ -222,13 +227,14 @@ def figure(records: Sequence[Record]) -> Figure:
 
 
 def apart(base: Path, other: Path) -> tuple[int, float, float]:
-    """The newest step of two runs, and how far their weights lie apart there.
+    """Compares the weights of two runs at their newest checkpoints.
 
     Returns:
       The step, the largest difference, and the mean Wasserstein distance of the tensors.
 
     Raises:
-      UserError: one is no run directory, or their checkpoints differ in step or model.
+      UserError: one of them is not a run directory or has no checkpoint, or the checkpoints differ
+        in step or model.
     """
     (step, a), (theirs, b) = _weights(base), _weights(other)
     shapes = [{name: x.shape for name, x in weights.items()} for weights in (a, b)]
@@ -253,12 +259,12 @@ def _weights(path: Path) -> tuple[int, dict[str, np.ndarray]]:
 
 
 def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
-    """The records of all cases; says what a device or a library lacks."""
+    """Yields the records of all cases, and prints what a device or a library lacks."""
     for case in cases(crossed):
         try:
             yield from measure(case, seeds=1 if crossed else 3)
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            # JAX says in all of these ways that a device or a library lacks a format.
+            # JAX raises any of these if a device or a library lacks a format.
             ours = ARMS[case.arm].numerics is not None
             if ours and not isinstance(error, attention.UnsupportedError):
                 raise
@@ -267,7 +273,7 @@ def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
 
 @program.told
 def main() -> None:
-    """Measures, prints, draws."""
+    """Measures deviations and draws them, or compares weights."""
     parser = program.parser(__doc__)
     add = parser.add_argument
     add("directory", type=Path, nargs="?", metavar="DIR", help="of records and figure")

@@ -1,25 +1,24 @@
-"""How far O, lse, dQ, dK and dV of every kernel here lie from float64, by the size of scores.
+"""Measures how far O, lse, dQ, dK and dV of every kernel lie from float64, by the size of scores.
 
     python -m benchmarks.fidelity --out FILE.jsonl
     python -m benchmarks.fidelity --out FILE.jsonl --arrays CAPTURE.npz --numerics exact flash
     python -m benchmarks.fidelity --read results/fidelity/h100.jsonl.xz --result dq
 
-The problems are causal attention of bfloat16 q, k, v and dO: made up, with largest scores from 10
-to 1e7, or layers of an npz as `diagnostics.capture` saves them. Made up in two kinds. `clustered`:
-tokens near six directions that q and k share, values with a common part, as layers of trained
-models have them (after the sweep of github.com/KohakuBlueleaf/KohakuFA). `normal`: nothing is
-shared.
+The problems are causal attention of bfloat16 q, k, v and dO. They are made up, with largest scores
+from 10 to 1e7, or they are layers of an npz that `diagnostics.capture` saved. There are two kinds
+of made-up problems. In `clustered`, tokens lie near six directions that q and k share, and values
+have a common part, as in layers of trained models (after the sweep of
+github.com/KohakuBlueleaf/KohakuFA). In `normal`, nothing is shared.
 
-Kernels: those of this library that serve here, each with every arithmetic that is asked for;
-jax.nn by XLA and by cuDNN; PyTorch's FlashAttention-2, cuDNN and unfused attention, where torch is
-installed. A kernel that cannot serve is recorded with its reason. jax.nn and PyTorch hand out no
-float32 lse.
+The kernels are this library's, each with every requested arithmetic; jax.nn's, by XLA and by cuDNN;
+and, if torch is installed, PyTorch's FlashAttention-2, cuDNN and unfused attention. A kernel that
+cannot serve a problem is recorded with its reason. jax.nn and PyTorch return no float32 lse.
 
-A line of the file is one kernel on one problem: versions and device; of every head the largest
-|score|; of each result its RMS in float64 and ‖x − x64‖ / ‖x64‖ over all rows; of lse the largest
-|lse − lse64|, and the largest |Σ P − 1| of a row with P = exp(S64 − lse), the exact scores and the
-kernel's own lse. At 1e6 and more most rows are one key, and the true dQ and dK fade: what is left
-of any error is large beside them.
+A line of the file is one kernel on one problem. It holds versions and device, and for every head
+the following: the largest |score|; for each result, its RMS in float64 and ‖x − x64‖ / ‖x64‖ over
+all rows; for lse, the largest |lse − lse64|, and a row's largest |Σ P − 1|, where
+P = exp(S64 − lse) has the exact scores and the kernel's own lse. From 1e6 on, most rows attend to
+one key, and the true dQ and dK are tiny, so that any error is large beside them.
 """
 
 import argparse
@@ -52,17 +51,17 @@ from lowprec_attn.tables import markdown
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
 NUMERICS = ("exact", "flash", "float32_output", "normalized_delta", "matched")
 _OF_LSE = ("lse", "p_row_sum")
-_OF_HEAD = (0, 1, 3)  # the other axes
+_OF_HEAD = (0, 1, 3)  # the axes that a statistic of each head is taken over
 _KEYWORDS = {"causal": "is_causal", "scale": "scale"}
 
 Record = dict[str, Any]
 
 
 class Kernel(NamedTuple):
-    """A name, the arithmetic asked for (None: nothing can be asked), and what computes it.
+    """A kernel: its name, the requested arithmetic, and a function that runs it.
 
-    `run` takes a problem and returns its results as arrays of rows; it raises where it cannot
-    serve.
+    `numerics` is None for a kernel whose arithmetic cannot be chosen. `run` takes a problem and
+    returns its results as arrays of rows; it raises if it cannot serve the problem.
     """
 
     name: str
@@ -88,7 +87,7 @@ def main() -> None:
     kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
     problems = captured(args.arrays) if args.arrays else made_up(args)
     written = write(args.out, (r for p in problems for r in measure(p, kernels)))
-    refused: set[tuple[str, str | None]] = set()  # said once
+    refused: set[tuple[str, str | None]] = set()  # each refusal is printed once
     for record in written:
         kernel = record["kernel"], record["numerics"]
         if "errors" in record or kernel not in refused:
@@ -100,12 +99,12 @@ def main() -> None:
 def arguments(
     doc: str | None, *, tokens: int, scores: Sequence[float], **others: Any
 ) -> argparse.Namespace:
-    """The command line of a program on such problems.
+    """Parses the command line of a program that runs on such problems.
 
     Args:
-      doc: of the program.
-      tokens, scores: defaults.
-      others: further options, by name.
+      doc: the program's docstring.
+      tokens, scores: the defaults of these options.
+      others: further options by name, with the keywords of `add_argument`.
     """
     parser = program.recording_parser(doc)
     parser.add_argument("--scores", type=float, nargs="+", default=scores, help="largest ones")
@@ -117,7 +116,7 @@ def arguments(
 
 
 def write(path: Path, records: Iterator[Record]) -> Iterator[Record]:
-    """Appends each record with versions and device, and hands it on."""
+    """Appends each record with versions and device to a file, and yields it."""
     where = environment(program.name())
     for record in records:
         line = strict_json(record | {"environment": where})
@@ -126,7 +125,7 @@ def write(path: Path, records: Iterator[Record]) -> Iterator[Record]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a file.
+    """Returns the records of a file, one per line.
 
     Raises:
       UserError: there is no such file, or it holds something else.
@@ -139,9 +138,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def tables(records: Sequence[Record], result: str) -> Iterator[str]:
-    """In Markdown, one table a kind of problem: errors of `result` by kernel and problem.
+    """Yields a Markdown table per kind of problem: errors of `result` by kernel and problem.
 
-    A cell is the error of the worst head. What was refused is left out.
+    A cell is the error of the worst head. Refused problems are left out.
     """
     cells = [
         ((r["kernel"], r["numerics"] or ""), r["problem"], f"{max(r['errors'][result]):.1e}")
@@ -155,11 +154,11 @@ def by_problem(
     cells: Sequence[tuple[tuple[str, str], str, str]],
     corner: Callable[[str], tuple[str, str]],
 ) -> Iterator[str]:
-    """In Markdown, one table a kind of problem, with a row for each pair of words.
+    """Yields a Markdown table per kind of problem, with a row for each pair of words.
 
     Args:
-      cells: the words of a row, a problem, and what stands there.
-      corner: heading of the words, of a kind.
+      cells: for each cell, the two words of its row, its problem, and its text.
+      corner: takes a kind and returns the headings of the two columns of words.
     """
     for kind in dict.fromkeys(problem.split()[0] for _, problem, _ in cells):
         of_kind = [cell for cell in cells if cell[1].split()[0] == kind]
@@ -173,7 +172,7 @@ def by_problem(
 
 
 def made_up(args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems of both kinds, as `arguments` asks for them."""
+    """Yields problems of both kinds, as the options of `arguments` say."""
     for kind in ("clustered", "normal"):
         for score in args.scores:
             arrays = drawn(kind, score, (args.tokens, args.heads, args.head_size), args.seed)
@@ -181,10 +180,10 @@ def made_up(args: argparse.Namespace) -> Iterator[Problem]:
 
 
 def captured(path: Path) -> Iterator[Problem]:
-    """The layers of a file, as bfloat16.
+    """Yields the layers of a file as problems in bfloat16.
 
     Raises:
-      UserError: it is none, or a layer has no dO or is not causal.
+      UserError: the file holds no layers, or a layer has no dO or is not causal.
     """
     for layer in array_file.load(path):
         if layer.do is None or not layer.is_causal:
@@ -197,7 +196,7 @@ def _problem(name: str, arrays: Arrays, scale: float) -> Problem:
 
 
 def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[Record]:
-    """A record of each kernel."""
+    """Yields a record for each kernel on a problem."""
     forward, backward = both_passes(problem)
     exact = results(problem, forward, backward)
     facts = {
@@ -210,24 +209,24 @@ def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[Record]:
         record = facts | {"kernel": kernel.name, "numerics": kernel.numerics}
         try:
             found = kernel.run(problem)
-        except Exception as error:  # of any kind: theirs are not ours to know
+        except Exception as error:  # a library may raise anything
             yield record | {"unsupported": reason(error)}
             continue
         errors = {r: _relative(found[r], exact[r]) for r in RESULTS}
         if "lse" in found:
             lse = found["lse"]
             errors["lse"] = np.abs(lse - exact["lse"]).max((0, 1, 3)).tolist()
-            with np.errstate(over="ignore"):  # of an lse that is far off
+            with np.errstate(over="ignore"):  # exp overflows if lse is far off
                 p = np.exp(forward.s - lse.transpose(0, 2, 1, 3))
             errors["p_row_sum"] = np.abs(p.sum(-1) - 1).max((0, 2)).tolist()
         yield record | {"errors": errors}
 
 
 def own(names: Sequence[str]) -> list[Kernel]:
-    """This library's kernels with every arithmetic.
+    """Returns this library's kernels, each with every arithmetic.
 
     Raises:
-      UserError: one is none.
+      UserError: a name is not an arithmetic.
     """
     return [
         Kernel(module, name, run_own(module, parse_numerics(name)))
@@ -237,10 +236,10 @@ def own(names: Sequence[str]) -> list[Kernel]:
 
 
 def parse_numerics(text: str) -> Numerics:
-    """PRESET[:FIELD=VALUE,…].
+    """Parses an arithmetic that is written PRESET[:FIELD=VALUE,…].
 
     Raises:
-      UserError: it is none.
+      UserError: the text is not an arithmetic.
     """
     name, _, changes = text.partition(":")
     pairs = [change.partition("=") for change in changes.split(",") if change]
@@ -252,7 +251,7 @@ def parse_numerics(text: str) -> Numerics:
 
 
 def run_own(implementation: str, numerics: Numerics) -> Callable[[Problem], Found]:
-    """One of this library's implementations in an arithmetic."""
+    """Returns a function that runs one of this library's implementations with an arithmetic."""
     return called(
         attention.dot_product_attention,
         implementation=implementation,
@@ -264,7 +263,10 @@ def run_own(implementation: str, numerics: Numerics) -> Callable[[Problem], Foun
 def called(
     function: Callable[..., Any], framework: str = "jax", **options: Any
 ) -> Callable[[Problem], Found]:
-    """What computes the results of a function by its keywords `is_causal` and `scale`."""
+    """Returns a function that computes a problem's results by calling `function`.
+
+    `function` must take the keywords `is_causal` and `scale`.
+    """
     return Function(
         function=function,
         name="attention",
@@ -277,13 +279,13 @@ def called(
 
 
 def jax_nn() -> list[Kernel]:
-    """`jax.nn.dot_product_attention`, which rounds the lse that it hands out."""
+    """Returns the kernels of `jax.nn.dot_product_attention`, which returns a rounded lse."""
     of = functools.partial(called, jax.nn.dot_product_attention)
     return [Kernel(f"jax.nn {name}", None, of(implementation=name)) for name in ("xla", "cudnn")]
 
 
 def torch_sdpa() -> list[Kernel]:
-    """PyTorch's kernels, on its GPU where it has one; none where torch is not installed."""
+    """Returns PyTorch's kernels, run on a GPU if it has one; none if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return []
     of = {
@@ -300,7 +302,7 @@ def torch_sdpa() -> list[Kernel]:
 
 
 def _relative(found: np.ndarray, exact: np.ndarray) -> list[float]:
-    """‖found − exact‖ / ‖exact‖ of every head; not finite where `found` is not."""
+    """Returns ‖found − exact‖ / ‖exact‖ of every head; not finite if `found` is not."""
     size = np.sqrt((exact**2).sum(_OF_HEAD))
     return (np.sqrt(((found - exact) ** 2).sum(_OF_HEAD)) / np.maximum(size, 1e-300)).tolist()
 

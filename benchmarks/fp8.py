@@ -1,31 +1,33 @@
-"""What 8 bits cost, and which point has to stay in bfloat16: errors and row sums of dS on a CPU.
+"""Measures what 8 bits cost, and which point must stay in bfloat16: errors and row sums of dS.
 
     python -m benchmarks.fp8 --out FILE.jsonl
     python -m benchmarks.fp8 --read FILE.jsonl
 
-The problems are the clustered ones of `benchmarks.fidelity`, with largest scores from 1e1 to 1e4:
-causal, 256 tokens, four heads of size 64, bfloat16 arrays. `tiled` computes them in steps of 64
-keys. Arms are the two presets, each with one of its points put back to bfloat16, the other ways to
-form δ, and other kinds of scales.
+It runs on a CPU. The problems are the clustered ones of `benchmarks.fidelity`, with largest scores
+from 1e1 to 1e4. They are causal, with 256 tokens, four heads of size 64 and bfloat16 arrays.
+`tiled` computes them in steps of 64 keys. The arms are the two presets, and each of them with one
+of its points put back to bfloat16, with the other ways to form δ, and with other kinds of scales.
 
-A line is one arm on one problem: ‖x − x64‖ / ‖x64‖ of O, dQ, dK and dV; the same of W_Q's gradient
-xᵀ dQ with hidden states x = 3 + normal, whose mean is that of configs/laptop.toml; and the RMS of
-Σ dS, before the cast of dS and after it, over that of Σ |P dP|.
+A line is one arm on one problem. It holds ‖x − x64‖ / ‖x64‖ of O, dQ, dK, dV, and of W_Q's gradient
+xᵀ dQ, where the hidden states x = 3 + normal have the mean of those in configs/laptop.toml. It also
+holds the RMS of Σ dS, before the cast of dS and after it, divided by the RMS of Σ |P dP|.
 
-Written before the first run. O and dV err sixteen times as much in 8 bits as in bfloat16. From
-scores of 1e2 on q and k are what errs in dQ: with both of them in bfloat16 its error falls by half
-or more, and no other point takes a quarter of it away. `normalized` leaves 1e-6 of the row sum
-before the cast, and after it 2^-3 of dS over the root of its terms; `matched` in one step the same.
-Of W_Q's gradient the share that is error is above that of dQ under `do_o` and falls with
-`normalized`. Scales of blocks change errors by less than a quarter: no feature stands out here.
+Predicted before the first run. In 8 bits, the errors of O and dV are sixteen times those in
+bfloat16. From scores of 1e2 on, q and k cause the error of dQ: with both in bfloat16 it falls by
+half or more, and no other point removes a quarter of it. `normalized` leaves 1e-6 of the row sum
+before the cast, and after it 2^-3 of dS divided by the root of its number of terms; `matched` in
+one step leaves the same. Under `do_o`, the relative error of W_Q's gradient is above that of dQ,
+and it falls with `normalized`. Scales of blocks change errors by less than a quarter, since no
+feature stands out here.
 
-It came so but for these. O errs by 6 times as much at 1e1 and 350 times at 1e4, where q and k alone
-move it. Up to 1e2 it is P̄ that errs in the row sum, through δ: with `probs` in bfloat16 as much of
-dQ's error goes at 1e1 as with δ normalized. At 1e2 no point takes half of it, at 1e3 `key` alone
-does. δ normalized leaves 3e-8 before the cast. `mx` and `nvfp4` raise the row sum of dS eightfold
-and dQ's error sixfold at 1e1: in cuDNN's rule for blocks δ reads dO itself, and dP the rounded one.
-With δ normalized that is gone. In `nvfp4` V, which has other scales in dP than in P̄ V, leaves 1 to
-3 % of the row sum alone. An O in 8 bits for δ raises the row sum threefold.
+The runs agreed, with these exceptions. The error of O is 6 times that in bfloat16 at 1e1, and 350
+times at 1e4, where only q and k change it. Up to 1e2, P̄ causes the row sum, through δ: at 1e1,
+`probs` in bfloat16 removes the same part of dQ's error as a normalized δ. At 1e2 no point removes
+half of it; at 1e3 `key` alone does. A normalized δ leaves 3e-8 before the cast. At 1e1, `mx` and
+`nvfp4` raise the row sum of dS eightfold and dQ's error sixfold, because under cuDNN's rule for
+blocks δ reads the unrounded dO, and dP the rounded one. A normalized δ removes this. In `nvfp4`, V
+alone leaves a row sum of 1 to 3 %, because its scales in dP differ from those in P̄ V. If δ reads
+an O in 8 bits, the row sum rises threefold.
 """
 
 import functools
@@ -58,14 +60,14 @@ from lowprec_attn.numerics import (
 from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4)
-STEP, TILE = 64, 128  # of `tiled`, forward and backward
+STEP, TILE = 64, 128  # the step in keys, and the tile of queries and of keys in the backward pass
 MEAN = 3.0
 _ARRAYS = ("query", "key", "value", "do")
 _PROBS = ("probs", "probs_bwd")
 
 
 def arms() -> Iterator[tuple[str, Numerics]]:
-    """By name."""
+    """Yields the name and numerics of each arm; `…` stands for the preset before it."""
     yield "flash", FLASH
     yield "normalized_delta", NORMALIZED_DELTA
     for name, preset in (
@@ -99,7 +101,7 @@ def arms() -> Iterator[tuple[str, Numerics]]:
 
 
 def main() -> None:
-    """Prints and appends a line for each arm and problem; or prints the table of a file."""
+    """Prints and appends a line for each arm and problem, or prints the tables of a file."""
     args = fidelity.arguments(__doc__, tokens=256, scores=SCORES)
     if args.read:
         print("\n".join(tables(args.read)), end="")
@@ -117,7 +119,7 @@ def main() -> None:
 
 
 def measured(problem: Problem, numerics: Numerics) -> dict[str, float]:
-    """Errors and row sums of one arm, to three digits."""
+    """Returns the errors and row sums of one arm on one problem, to three digits."""
     q, k, v, do = problem.arrays
     bias = np.zeros((1, q.shape[2], q.shape[1], k.shape[1]), np.float32)
     found = _compiled(numerics, problem.scale)(q, k, v, bias, do)
@@ -145,7 +147,10 @@ def measured(problem: Problem, numerics: Numerics) -> dict[str, float]:
 
 @functools.cache  # one program for all problems of a shape
 def _compiled(numerics: Numerics, scale: float) -> Any:
-    """(q, k, v, bias, dO) -> O, then dQ, dK, dV in float32, and dS before its cast: of the bias."""
+    """Returns (q, k, v, bias, dO) -> O, then dQ, dK and dV in float32, then dS before its cast.
+
+    dS is the gradient of the bias.
+    """
     numerics = numerics.replace(
         kv_block=numerics.kv_block or STEP, grads=numerics.grads or "float32"
     )
@@ -168,7 +173,7 @@ def _compiled(numerics: Numerics, scale: float) -> Any:
 
 
 def _cast(ds: Any, numerics: Numerics, scale: float) -> Any:
-    """dS as rounded at `ds`, where it is dS · scale that is rounded; each head its own key head."""
+    """Rounds dS at the point `ds`, which rounds dS · scale; every head has its own key head."""
     scaled, rounding = ds[:, :, None] * jnp.float32(scale), numerics.ds
     if rounding.scaling is None:
         rounded = round_to(scaled, rounding.format)
@@ -182,7 +187,7 @@ def _rms(x: np.ndarray) -> float:
 
 
 def tables(path: Path) -> Iterator[str]:
-    """In Markdown, one for each problem."""
+    """Yields one Markdown table for each problem."""
     _, *records = (json.loads(line) for line in path.read_text().splitlines())
     names = ("o", "dq", "dk", "dv", "w_q", "ds", "cast")
     for problem in dict.fromkeys(r["problem"] for r in records):

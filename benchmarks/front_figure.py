@@ -1,8 +1,8 @@
-"""The README's first figure: what scores of layer 1 and the loss do, and scores in nanoGPT.
+"""Draws the README's first figure: scores of layer 1 and the loss, and scores in nanoGPT.
 
     python -m benchmarks.front_figure docs/images/front
 
-writes front_light.png and front_dark.png from results/true_bfloat16.
+It writes front_light.png and front_dark.png from results/true_bfloat16.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
 
 RESULTS = Path(__file__).parent.parent / "results" / "true_bfloat16"
-LAYER = 1  # from 0; the paper's layer 2
-WINDOW = 500  # steps that a difference of losses is averaged over; batches are the same
+LAYER = 1  # counted from 0; the paper's layer 2
+WINDOW = 500  # differences of losses on the same batches are averaged over this many steps
 
 
 class Line(NamedTuple):
-    """The runs of some arms: all their seeds in one colour and dash, which survive printing."""
+    """The runs of some arms, all seeds in one colour and one dash, which survives printing."""
 
     arms: tuple[str, ...]
     label: str
@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 CURE = Line(("matched", "normalized_delta"), "the cure: rows of dS sum to 0", style.HOLDS, "--")
 CONTROL = Line(("exact",), "float32", style.FLOAT32, ":")
-COMPARED = (  # with the control
+COMPARED = (  # the arms that are compared with the control
     Line(("flash",), "FlashAttention's arithmetic", style.BREAKS),
     Line(("float32_output",), "with O in float32", style.BREAKS_TOO, "-."),
     CURE,
@@ -59,9 +59,9 @@ def main() -> None:
 
 
 def figure() -> Figure:
-    """Three panels, one line a run."""
+    """Draws three panels with one line per run."""
     ours, nanogpt = read_all(RESULTS / "long_h200"), read_all(RESULTS / "nanogpt")
-    # Of the cure that ran on H100 beside one without float32: its scores alone.
+    # The cure also ran on H100s. Only its scores are drawn, because no float32 run is beside it.
     others = [run for run in read_all(RESULTS / "long") if run.arm.name in CURE.arms]
     drawn = Figure(figsize=(10.4, 4.4), layout="constrained")
     score, loss, theirs = drawn.subplots(1, 3)
@@ -91,7 +91,7 @@ def figure() -> Figure:
 
 
 def largest_scores(run: ArmRecord) -> tuple[list[int], list[float]]:
-    """Steps, and the largest |score| of the layer."""
+    """Returns the recorded steps, and the layer's largest |score| at each."""
     steps = sorted(run.signals)
     return steps, [run.largest("score_maximum", step, LAYER) for step in steps]
 
@@ -99,10 +99,11 @@ def largest_scores(run: ArmRecord) -> tuple[list[int], list[float]]:
 def losses_above(
     runs: Sequence[ArmRecord], arm: str, control: str
 ) -> list[tuple[ArmRecord, list[int], list[float]]]:
-    """Of each run of the arm: steps, and its loss less that of the control with the same seed.
+    """Returns each run of the arm with steps, and how far its loss is above the control's.
 
-    A mean over `WINDOW` steps that ends at the step, from step 1,000 on. Both runs read the same
-    batches, so that the batch's own luck cancels.
+    The control is the run of the same seed. The difference is a mean over the `WINDOW` steps that
+    end at the step, from step 1,000 on. Both runs read the same batches, so the losses that are due
+    to a batch cancel.
     """
     controls = {run.seed: run.losses for run in runs if run.arm.name == control}
     found = []
@@ -136,7 +137,7 @@ def _draw(
 
 
 def _legend(axis: Axes) -> None:
-    # Below, where it hides no line.
+    # The legend stands below the panel, so that it hides no line.
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
 
 

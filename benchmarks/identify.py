@@ -1,19 +1,20 @@
-"""Which preset a library's attention computes: how far its results lie from those of each preset.
+"""Finds the preset that a library's attention computes, by the distance of its results from each.
 
     python -m benchmarks.identify --out FILE.jsonl
     python -m benchmarks.identify --out FILE.jsonl --scores 1e3 1e4 --arithmetics splash torch_flash
     python -m benchmarks.identify --read FILE.jsonl
 
-Problems are those of `benchmarks.fidelity`; kernels are its foreign ones, and JAX's own in Pallas:
-that for GPUs, compiled where there is one, and those for TPUs, in the interpreter. Presets are
-computed by `tiled`, or by `dense` where P̄ is normalised before rounding. The default of 128 tokens
-is one softmax step of each kernel, so that the size of steps and their order play no part.
+The problems are those of `benchmarks.fidelity`. The kernels are its foreign ones, and JAX's own
+Pallas kernels: the one for GPUs, compiled if there is a GPU, and those for TPUs, in the
+interpreter. Presets are computed by `tiled`, or by `dense` if P̄ is normalised before rounding. The
+default of 128 tokens is one softmax step of each kernel, so that neither the size nor the order of
+steps plays a part.
 
-A row (of O, dQ, dK or dV) is hard where two presets lie further apart than 2^-7 of its norm. Of
-these rows a line of the file has, for every kernel on a problem, the RMS distance of each result
-from that of each preset, beside the RMS in float64. Presets that agree to the last bit are one.
-`--read` prints the nearest preset, and the ratio of its distance to that of the next: at most a
-half counts as identified. A ratio near 1 says that the problem does not tell the two apart.
+A row of O, dQ, dK or dV is hard if two presets differ in it by more than 2^-7 of its norm. A line
+of the file is one kernel on one problem. It holds the RMS distance of each result from each
+preset's over the hard rows, and the RMS of these rows in float64. Presets that agree to the last
+bit count as one. `--read` prints the nearest preset, and its distance divided by that of the next.
+At most a half counts as identified. A ratio near 1 says that the problem cannot tell the two apart.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ ARITHMETICS = (
     *("splash:probs=float32", "normalized_delta:exponent=shift_first"),
 )
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5)
-IDENTIFIED = 0.5  # of the distance to the next
-_HARD = 2.0**-7  # of a row's norm: a unit in the last place of bfloat16
+IDENTIFIED = 0.5  # the largest ratio of the nearest preset's distance to the next one's
+_HARD = 2.0**-7  # the part of a row's norm by which presets differ: bfloat16's last place
 
 
 @program.told
@@ -66,10 +67,10 @@ def main() -> None:
 
 
 def preset(text: str) -> Kernel:
-    """`tiled` or `dense` with an arithmetic.
+    """Makes a kernel that computes an arithmetic by `tiled` or `dense`.
 
     Raises:
-      UserError: it is none.
+      UserError: the text is not an arithmetic.
     """
     numerics = fidelity.parse_numerics(text)
     module = "dense" if numerics.normalize_probs else "tiled"
@@ -77,14 +78,14 @@ def preset(text: str) -> Kernel:
 
 
 def foreign() -> list[Kernel]:
-    """What is compared with the presets."""
+    """Returns the kernels that are compared with the presets."""
     return [*fidelity.jax_nn(), *fidelity.torch_sdpa(), *jax_pallas()]
 
 
 def measure(
     problem: Problem, kernels: Sequence[Kernel], presets: Sequence[Kernel]
 ) -> Iterator[Record]:
-    """A record of each kernel."""
+    """Yields a record for each kernel on a problem."""
     computed = {kernel.name: kernel.run(problem) for kernel in presets}
     exact = results(problem, *both_passes(problem))
     hard = {name: hard_rows([x[name] for x in computed.values()]) for name in RESULTS}
@@ -96,7 +97,7 @@ def measure(
         }
         try:
             found = kernel.run(problem)
-        except Exception as error:  # of any kind: theirs are not ours to know
+        except Exception as error:  # a library may raise anything
             yield record | {"unsupported": reason(error)}
             continue
         yield record | {
@@ -117,14 +118,14 @@ def measure(
 
 
 def hard_rows(results: Sequence[np.ndarray]) -> np.ndarray:
-    """True where two of the results lie apart, [B, T, N] of arrays [B, T, N, H]."""
+    """Returns whether two of the results [B, T, N, H] differ clearly in a row [B, T, N]."""
     stack = np.stack(results)
     spread = np.linalg.norm(stack.max(0) - stack.min(0), axis=-1)
     return spread > _HARD * np.linalg.norm(stack, axis=-1).max(0)
 
 
 def distinct(computed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Results by preset; those that are equal have one label, `a = b`."""
+    """Returns the results by preset; presets with equal results share a label, `a = b`."""
     labels: dict[bytes, list[str]] = {}
     for label, x in computed.items():
         labels.setdefault(x.tobytes(), []).append(label)
@@ -136,7 +137,7 @@ def _rms(x: np.ndarray) -> float:
 
 
 def nearest(distances: Mapping[str, float]) -> tuple[str, float]:
-    """The label of the nearest, and its distance over that of the next; NaN if there is none."""
+    """Returns the nearest label and its distance divided by the next one's (NaN without a next)."""
     first, *others = sorted(distances, key=lambda label: distances[label])
     if not others:
         return first, float("nan")
@@ -144,7 +145,7 @@ def nearest(distances: Mapping[str, float]) -> tuple[str, float]:
 
 
 def table(records: Sequence[Record]) -> Iterator[str]:
-    """In Markdown, one table a kind of problem: nearest preset by kernel, result and problem."""
+    """Yields a Markdown table per kind of problem: nearest preset by kernel, result and problem."""
     cells = [
         ((record["kernel"], name), record["problem"], _cell(found))
         for record in records
@@ -169,7 +170,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def jax_pallas() -> list[Kernel]:
-    """JAX's own kernels: for GPUs (Triton), for TPUs, splash attention."""
+    """Returns JAX's own kernels: for GPUs (Triton), for TPUs, and splash attention."""
     on_gpu = jax.default_backend() in ("cuda", "gpu")
     return [
         Kernel(f"jax pallas gpu{'' if on_gpu else ' (interpreted)'}", None, _run(_gpu)),
@@ -182,7 +183,7 @@ def _run(attend: Callable[..., Any]) -> Callable[[Problem], Found]:
     @functools.cache
     def compiled(scale: float) -> Any:
         both = functools.partial(jax_gradients, functools.partial(attend, scale=scale))
-        # XLA leaves out roundings within chains of bfloat16 operations unless it is told not to.
+        # By default XLA leaves out roundings within chains of bfloat16 operations.
         return jax.jit(both, compiler_options={"xla_allow_excess_precision": False})
 
     def run(problem: Problem) -> Found:

@@ -1,9 +1,9 @@
-"""Tokens per second of nanoGPT (github.com/karpathy/nanoGPT), timed as its own bench.py does.
+"""Measures tokens per second of nanoGPT (github.com/karpathy/nanoGPT) as its own bench.py does.
 
     python benchmarks/nanogpt.py NANOGPT_DIRECTORY BATCH_SIZE
 
-Its model.py and its optimizer: GPT-2 124M, context 1024, bfloat16 autocast, torch.compile,
-FlashAttention-2 through scaled_dot_product_attention, fused AdamW, clipping at 1.0.
+It uses nanoGPT's model.py and optimizer: GPT-2 124M, context 1024, bfloat16 autocast,
+torch.compile, FlashAttention-2 through scaled_dot_product_attention, fused AdamW, clipping at 1.0.
 """
 
 import json

@@ -1,21 +1,23 @@
-"""The regime of configs/true_bfloat16.toml in nanoGPT: whether the failure is that of our code.
+"""Trains nanoGPT in the regime of configs/true_bfloat16.toml: is the failure due to our code?
 
     python -m benchmarks.nanogpt_regime NANOGPT --data DIR --workdir runs/nanogpt --devices 0,0
     lowprec-attn lab collect runs/nanogpt results/mine && lowprec-attn lab report results/mine
 
-NANOGPT is a checkout of github.com/karpathy/nanoGPT at commit 3adf61e154c3, which is checked.
-Its model and its optimizer are used as they are, in the recipe of `[shared]`: the batches of our
-seeds in their order, rate, batch, clipping, Adam. The arms differ in who computes attention:
+NANOGPT is a checkout of github.com/karpathy/nanoGPT at commit 3adf61e154c3, which is verified.
+Its model and optimizer are used unchanged, with the recipe of `[shared]`: our seeds' batches in
+their order, learning rate, batch size, clipping and Adam. The arms differ in what computes
+attention:
 
     flash     PyTorch's FlashAttention-2
     cudnn     cuDNN's, by PyTorch
     float32   PyTorch's memory-efficient attention on q, k and v in float32: the control
     normalized_delta, matched
-              our kernels by `lowprec_attn.torch.attention_fn`, one changed line of a program: the
-              cures
+              our kernels by `lowprec_attn.torch.attention_fn`, which changes one line of a program:
+              the cures
 
-The queue is that of `lab run`, and run directories are as the trainer makes them. A run that was
-stopped cannot be continued: it takes minutes. Remove its directory to repeat it.
+The queue works like that of `lab run`, and run directories have the form that the trainer gives
+them. A stopped run cannot be continued, since a run takes only minutes. Remove its directory to
+repeat it.
 
 Question:   does nanoGPT's own code break in this regime, too?
 Prediction: `flash` and `cudnn` have two heads or more above 512 by step 2,500 with two seeds of
@@ -23,10 +25,10 @@ Prediction: `flash` and `cudnn` have two heads or more above 512 by step 2,500 w
 Wrong if:   both hold with three seeds of three. Then what breaks is in our code.
 Decides:    whether our claim about `flash` stands.
 
-What differs from our trainer, as read in model.py and train.py of that commit:
+Comparison with our trainer, as read in model.py and train.py of that commit:
 
-    initial weights   other numbers of the same distributions: normal, 0.02, and 0.02/√(2L) where a
-                      projection enters the residual stream
+    initial weights   other draws from the same distributions: normal, 0.02, and 0.02/√(2L) for
+                      projections into the residual stream
     biases, dropout   none in either
     positions         learned in either
     embeddings        tied in either, 50,304 rows
@@ -34,12 +36,13 @@ What differs from our trainer, as read in model.py and train.py of that commit:
     GELU              by erf; ours in its tanh form, at most 5e-4 away
     logits            bfloat16 by autocast, cross-entropy in float32, as with our
                       logits_dtype = "bfloat16"
-    gradients of W    rounded to bfloat16 by autocast; ours are formed from bfloat16 operands alike
-    clipping          times 1 / (norm + 1e-6) where the norm is above 1; ours times 1 / norm
+    gradients of W    rounded to bfloat16 by autocast; ours are formed from bfloat16 operands too
+    clipping          times 1 / (norm + 1e-6) if the norm is above 1; ours times 1 / norm
     Adam              PyTorch's fused AdamW; ours is Optax's
     rate              ours is set before each step; nanoGPT's own warm-up begins at peak / 2001
-    attention         float32 has float32 products from three of TF32; O is rounded to bfloat16
-    order of sums     PyTorch's; ours is the same on every run
+    attention         `float32` forms each float32 product from three TF32 products, and rounds O to
+                      bfloat16
+    order of sums     PyTorch's; ours is the same in every run
 """
 
 import dataclasses
@@ -53,7 +56,7 @@ from lowprec_attn.lab import experiment, runner
 from lowprec_attn.lab.experiment import Arm, Experiment
 from lowprec_attn.lab.processes import cpu_slots, gpu_slots
 
-# What an arm is called, and the preset of which our code says that it is the same arithmetic.
+# The name of each arm, and the preset that has the same arithmetic according to our code.
 ARMS = {
     "flash": "flash",
     "cudnn": "flash",
@@ -65,7 +68,7 @@ ARMS = {
 
 @program.told
 def main() -> None:
-    """Runs what is left to do of the arms."""
+    """Runs the arms and seeds that are not finished."""
     parser = program.parser(__doc__)
     parser.add_argument("nanogpt", type=Path, metavar="NANOGPT", help="a checkout of nanoGPT")
     parser.add_argument("--data", required=True, help="directory with train.bin and val.bin")
@@ -84,11 +87,11 @@ def main() -> None:
 
 
 def definition(flags: list[str], data: str) -> Experiment:
-    """The arms, with all of `[shared]` in true_bfloat16.toml that is not attention.
+    """Returns the arms, with all fields of `[shared]` in true_bfloat16.toml except attention's.
 
     Args:
-      flags: of fields, `--config.NAME=VALUE`.
-      data: directory of the text.
+      flags: fields of all arms, each `--config.NAME=VALUE`.
+      data: the directory of the text.
     """
     ours = experiment.load(config_file("true_bfloat16", ".toml"))
     shared = {n: v for n, v in ours.shared.items() if not n.startswith("attention.")}

@@ -1,9 +1,9 @@
-r"""One run of `benchmarks.nanogpt_regime`: nanoGPT's model, trained into a run directory of ours.
+r"""Runs one arm of `benchmarks.nanogpt_regime`: trains nanoGPT's model into one of our directories.
 
     python -m benchmarks.nanogpt_run NANOGPT --config=gpt2_bf16:full --workdir=DIR \
         --config.NAME=VALUE …
 
-config.name says which attention: nanogpt_flash, nanogpt_cudnn, nanogpt_float32, or one of ours,
+config.name chooses the attention: nanogpt_flash, nanogpt_cudnn, nanogpt_float32, or one of ours,
 nanogpt_normalized_delta or nanogpt_matched.
 """
 
@@ -39,24 +39,24 @@ from lowprec_attn.training.run import open_corpus
 from lowprec_attn.training.settings import TrainSettings
 
 MODEL_SHA256 = "7c01703240dbec5d554527dc666e35b3df8391d0b117fddc07afcf325a21d11c"
-COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"  # of nanoGPT, with that model.py
-EXIT_BROKEN = 3  # as the trainer's
-_READ_EVERY = 10  # steps between two readings of the losses, for which the GPU is waited for
+COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"  # the nanoGPT commit with that model.py
+EXIT_BROKEN = 3  # the trainer's exit code for this case
+_READ_EVERY = 10  # steps between two readings of the losses, which wait for the GPU
 _BACKENDS = {
     "nanogpt_flash": SDPBackend.FLASH_ATTENTION,
     "nanogpt_cudnn": SDPBackend.CUDNN_ATTENTION,
-    # Forms float32 products from three of TF32. On a CPU, for tests: it has no such kernel.
+    # Forms each float32 product from three TF32 products. The CPU, which serves tests, lacks it.
     "nanogpt_float32": (
         SDPBackend.EFFICIENT_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
     ),
 }
-# The arms of our own kernels: their presets.
+# The presets of the arms that run our own kernels.
 _OURS = {f"nanogpt_{preset}": preset for preset in ("normalized_delta", "matched")}
 
 
 @program.told
 def main() -> int:
-    """Trains; returns an exit code of the trainer's."""
+    """Trains, and returns one of the trainer's exit codes."""
     parser = program.parser(__doc__)
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("--config", required=True)
@@ -64,7 +64,7 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     values = configs.load(args.config, flags)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if values["name"] not in _OURS:  # the GPU is PyTorch's alone
+    if values["name"] not in _OURS:  # only PyTorch uses the GPU
         jax.config.update("jax_platforms", "cpu")
     return train(train_settings(values), values, args.workdir, args.nanogpt, device)
 
@@ -79,11 +79,11 @@ def train(
     """Trains nanoGPT's model from its first step to the last.
 
     Returns:
-      0, or EXIT_BROKEN where a loss or gradient is not finite.
+      0, or EXIT_BROKEN if a loss or gradient is not finite or the loss has exploded.
 
     Raises:
-      RunError: another nanoGPT, an attention that is none of the five, or a run directory with
-        records of a run that was stopped.
+      RunError: nanoGPT is at another commit, the attention is none of the five, or the run
+        directory holds records of a stopped run.
     """
     names = [*_BACKENDS, *_OURS]
     if settings.name not in names:
@@ -106,10 +106,10 @@ def train(
 
 
 def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
-    """The model of a checkout, in the shape of the settings.
+    """Makes the model of a checkout, in the shape of the settings.
 
     Raises:
-      RunError: its model.py is another, or the settings are of another model.
+      RunError: model.py is not that of `COMMIT`, or the settings are not GPT-2's.
     """
     path = nanogpt / "model.py"
     if not path.is_file() or sha256(path) != MODEL_SHA256:
@@ -128,7 +128,10 @@ def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def attention_by(name: str) -> Iterator[None]:
-    """Attention of every call within: that of a name, or an error of who cannot serve it."""
+    """Makes the attention with this name compute every call in the block.
+
+    A call that it cannot serve raises an error.
+    """
     functional, usual = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
 
     def in_float32(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -214,7 +217,7 @@ def _stop(run_dir: RunDir, step: int, failure: Mapping[str, Any]) -> int:
 
 
 def _tokens(windows: np.ndarray, device: str) -> torch.Tensor:
-    """[B, T] of a batch in one part."""
+    """Returns the tokens [B, T] of a batch that has one part."""
     return torch.from_numpy(windows[0].astype(np.int64)).to(device, non_blocking=True)
 
 
@@ -239,9 +242,10 @@ def _validation(
 
 @torch.no_grad()
 def signals(model: torch.nn.Module, inputs: torch.Tensor) -> dict[str, dict[str, list[float]]]:
-    """Of every layer, each head's largest |score| on one sequence [1, T], and norms of W_Q and W_K.
+    """Returns each head's largest |score| on one sequence [1, T], and its norms of W_Q and W_K.
 
-    As `diagnostics.attention_signals` defines them: scores of visible keys, spectral norms.
+    They are grouped by layer, and defined as in `diagnostics.attention_signals`: scores of visible
+    keys, and spectral norms.
     """
     blocks, projected = model.transformer.h, []
     hooks = [
@@ -272,7 +276,7 @@ def signals(model: torch.nn.Module, inputs: torch.Tensor) -> dict[str, dict[str,
 
 
 def _environment(device: str) -> dict[str, Any]:
-    """As the trainer's, with what computes here."""
+    """Describes the environment as the trainer does, with PyTorch, its device and nanoGPT."""
     ours = environment.describe()
     cudnn = torch.backends.cudnn.version()
     peers = {"torch": torch.__version__, "cudnn": cudnn and str(cudnn), "nanoGPT": COMMIT}

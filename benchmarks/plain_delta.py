@@ -1,10 +1,11 @@
-"""An error of δ of one sign, without a line of this library's arithmetic or trainer.
+"""Trains with an error of δ of one sign, without this library's arithmetic or trainer.
 
-`python -m benchmarks.plain_delta` trains a small GPT in plain JAX, float32, whose attention has its
-backward pass written out, with δ = rowsum(dO ∘ O) off by `--size` of itself: never, always upwards,
-always downwards, or by a random sign a row. It prints loss and largest score. It checks
-results/failure/delta_size_cpu from outside: upwards scores and then the loss leave, else they do
-not. Four runs a seed, some 20 seconds each on two CPU cores.
+`python -m benchmarks.plain_delta` trains a small GPT in plain JAX and float32. The backward pass of
+its attention is written out, and δ = rowsum(dO ∘ O) is off by `--size` of itself: never, always
+upwards, always downwards, or with a random sign per row. It prints the loss and the largest score.
+This checks results/failure/delta_size_cpu independently: with upward errors the scores and then the
+loss run away, and otherwise they do not. There are four runs per seed, of about 20 seconds each on
+two CPU cores.
 """
 
 import argparse
@@ -28,13 +29,13 @@ SEEN = np.tril(np.ones((CONTEXT, CONTEXT), bool))
 
 
 def scores(q: Array, k: Array) -> Array:
-    """[B, N, T, T], of which a row sees its own keys alone."""
+    """Returns the scores [B, N, T, T] of all keys, without a causal mask."""
     return jnp.einsum("bnth,bnsh->bnts", q, k) / HEAD**0.5
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def attend(q: Array, k: Array, v: Array, key: Array, sign: str, size: float) -> Array:
-    """Causal attention of q, k, v [B, N, T, H]."""
+    """Returns O of causal attention of q, k, v [B, N, T, H]; δ is wrong in the backward pass."""
     return _forward(q, k, v, key, sign, size)[0]
 
 
@@ -66,7 +67,11 @@ attend.defvjp(_forward, _backward)
 
 
 def parameters(key: Array) -> Any:
-    """Normal, 0.02, and less where a layer adds to the stream; the embedding is the head, too."""
+    """Draws the initial weights from a normal distribution.
+
+    Its standard deviation is 0.02, and less for projections into the residual stream. The embedding
+    is also the output head.
+    """
     keys = iter(jax.random.split(key, 2 + 4 * LAYERS))
 
     def normal(*shape: int, of: float = 0.02) -> Array:
@@ -93,13 +98,13 @@ def parameters(key: Array) -> Any:
 
 
 def normalized(x: Array, gain: Array) -> Array:
-    """LayerNorm without a bias."""
+    """Applies LayerNorm without a bias."""
     x = x - x.mean(axis=-1, keepdims=True)
     return gain * x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
 
 
 def loss(w: Any, text: Array, key: Array, sign: str, size: float) -> tuple[Array, Array]:
-    """Mean cross-entropy of the bytes [B, T + 1], and the largest |score|."""
+    """Returns the mean cross-entropy of the bytes [B, T + 1], and the largest |score|."""
     x, largest = w["embedding"][text[:, :-1]] + w["places"], jnp.float32(0)
     for i, block in enumerate(w["blocks"]):
         parts = jnp.split(normalized(x, block["norm"]) @ block["qkv"], 3, axis=-1)
@@ -115,7 +120,10 @@ def loss(w: Any, text: Array, key: Array, sign: str, size: float) -> tuple[Array
 
 @partial(jax.jit, static_argnames=("sign", "size"))
 def step(state: Any, text: Array, key: Array, *, sign: str, size: float) -> tuple[Any, Array]:
-    """Adam, its gradient clipped at a norm of 1; (loss, largest |score|)."""
+    """Takes a step of Adam with the gradient clipped at norm 1; returns state, (loss, |score|).
+
+    The score is the largest of all layers.
+    """
     w, mean, square, t = state
     (value, largest), g = jax.value_and_grad(loss, has_aux=True)(w, text, key, sign, size)
     norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(g)))
@@ -132,7 +140,7 @@ def step(state: Any, text: Array, key: Array, *, sign: str, size: float) -> tupl
 
 
 def batches(seed: int) -> Iterator[np.ndarray]:
-    """Windows of the built-in text, bytes [B, T + 1], for ever."""
+    """Yields random windows of the built-in text, bytes [B, T + 1], without end."""
     text, rng = builtin_text.load().train.ids, np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(text) - CONTEXT, BATCH)
@@ -140,7 +148,7 @@ def batches(seed: int) -> Iterator[np.ndarray]:
 
 
 def train(sign: str, size: float, seed: int, steps: int) -> np.ndarray:
-    """Loss and largest |score| of every step, [steps, 2]."""
+    """Trains, and returns the loss and the largest |score| of every step [steps, 2]."""
     w = parameters(jax.random.key(seed))
     zeros = jax.tree.map(jnp.zeros_like, w)
     state, text, seen = (w, zeros, zeros, jnp.float32(0)), batches(seed), []
@@ -152,7 +160,7 @@ def train(sign: str, size: float, seed: int, steps: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Trains with each sign and seed, and prints a line of each."""
+    """Trains with each sign and seed, and prints a line for each run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=float, default=0.0014, help="of δ (bfloat16's: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

@@ -1,7 +1,8 @@
 """Attention with planted arithmetics and planted bugs, in NumPy, to try `lowprec-attn check` on.
 
-Nothing of the library computes here: online softmax over tiles of keys, in either direction,
-float32 between roundings, and a backward pass written out. A bug is a name that one line asks for.
+None of the library's arithmetic is used here. The forward pass is an online softmax over tiles of
+keys, in either direction. The backward pass is written out. Values are float32 between roundings. A
+bug is a name for which one line of the code asks.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ from lowprec_attn.check.problems import Problem
 
 Array = np.ndarray
 
-# Name, and what of the verdict must contain (lower case); empty: any bug will do.
+# The name of each bug, and the text (in lower case) that the verdict must contain. If the text is
+# empty, any bug in the verdict counts.
 BUGS: dict[str, str] = {
     "dQ lacks the scale": "dq lacks the factor scale",
     "dK and dV of the first query head of a group": "the first head alone",
@@ -70,7 +72,8 @@ BUGS: dict[str, str] = {
     "lse lacks the sinks": "lse lacks the sinks",
     "lse lacks the logarithm of l": "lse lacks the logarithm of l",
 }
-# Bugs that show in causal problems alone, or in others alone, and what hides or shows a bug.
+# OF_FULL: bugs that show only in problems that are not causal. OF_CAUSAL: bugs that show only in
+# causal ones. NOT_WITH: the feature that hides a bug. ONLY_WITH: the features that a bug needs.
 OF_FULL = frozenset(
     {
         "the window is one key too long behind",
@@ -114,13 +117,15 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planted:
-    """What is rounded to the arrays' format, how the keys are walked over, and the bug.
+    """Attention with a planted arithmetic, a planted loop over the keys, and perhaps a bug.
+
+    The other fields say which values are rounded to the arrays' format, and how δ is formed.
 
     Attributes:
-      tile: keys of a step.
-      backwards: from the last keys to the first.
-      bug: of `BUGS`, or None.
-      seed: of a bug that comes and goes.
+      tile: the number of keys in a step.
+      backwards: whether the loop runs from the last keys to the first.
+      bug: a name in `BUGS`, or None.
+      rng: the random numbers of a bug that comes and goes.
     """
 
     tile: int
@@ -137,7 +142,7 @@ class Planted:
     rng: np.random.Generator = dataclasses.field(default_factory=np.random.default_rng)
 
     def __call__(self, asked: Problem) -> dict[str, Array]:
-        """o, dq, dk, dv [B, T, N, H], [B, S, K, H]; lse, dsinks, dbias."""
+        """Returns o and dq [B, T, N, H], dk and dv [B, S, K, H], lse, dsinks and dbias, by name."""
         with np.errstate(all="ignore"):
             return self._both(asked)
 
@@ -213,7 +218,7 @@ class Planted:
             dk = np.einsum("bnts,bnth->bnsh", cast, q)
         if self.delta == "after_cast" and asked.soft_cap is None:
             total = np.maximum(p_low.sum(-1, keepdims=True) + p_sink, 1e-30)
-            # Of rows of dS the sum is dlse, of which the sink has its part.
+            # Rows of dS over the keys and the sink sum to dlse. The sink's part is subtracted.
             sum_of_ds = dlse * (p.sum(-1, keepdims=True) > 0) - p_sink * (dlse - delta)
             r = (d.sum(-1, keepdims=True) - np.float32(scale) * sum_of_ds) / total
             dq = dq - r * np.einsum("bnts,bnsh->bnth", p_low, k)
@@ -242,7 +247,7 @@ class Planted:
         return {n: x.astype(np.float64) for n, x in found.items()}
 
     def _in_backward(self, asked: Problem) -> Problem:
-        """What the backward pass makes of it when it computes the scores again."""
+        """Returns the problem that the backward pass sees when it recomputes the scores."""
         if self.bug == "the soft cap is ignored in the backward pass":
             return asked.replace(soft_cap=None)
         if self.bug == "the bias is ignored in the backward pass":
@@ -260,7 +265,7 @@ class Planted:
         return sinks[None, :, None, None]
 
     def _returned(self, s: Array, sink: Array, lse: Array) -> Array:
-        """The lse that is returned; the backward pass has the right one."""
+        """Returns the lse that the caller gets; the backward pass has the right one."""
         m = np.where(np.isfinite(s.max(-1, keepdims=True)), s.max(-1, keepdims=True), 0)
         if self.bug == "lse is in base 2":
             return lse * np.float32(np.log2(np.e))
@@ -272,7 +277,7 @@ class Planted:
         return lse
 
     def _of_sinks(self, p_sink: Array, delta: Array, dlse: Array, scale: float) -> Array:
-        """The gradient of the sinks, sequence by sequence."""
+        """Returns the gradient of the sinks for each sequence [B, N]."""
         if self.bug == "the gradient of the sinks lacks that of lse":
             dlse = np.zeros_like(dlse)
         if self.bug == "the gradient of the sinks lacks exp(sink − lse)":
@@ -287,7 +292,7 @@ class Planted:
         return of_rows.sum((2, 3))
 
     def _of_bias(self, ds: Array, scale: float) -> Array:
-        """The gradient of the bias."""
+        """Returns the gradient of the bias, summed over the sequences."""
         if self.bug == "the gradient of the bias is that of the first sequence":
             ds = ds[:1]
         scaled = ("the bias is multiplied by the scale", "the gradient of the bias has the scale")
@@ -296,7 +301,7 @@ class Planted:
     def _scores(
         self, q: Array, k: Array, asked: Problem, scale: float, pad: int
     ) -> tuple[Array, Array]:
-        """S of all keys, and its slope by q kᵀ · scale."""
+        """Returns S for all keys, and its derivative by q kᵀ · scale."""
         bug, factor = self.bug, np.float32(scale)
         s, slope = np.einsum("bnth,bnsh->bnts", q, k) * factor, np.ones((), np.float32)
         bias: Array = np.zeros((1, 1, 1, 1), np.float32)

@@ -1,4 +1,4 @@
-"""What the programs here share: their command line, and an error that a user can mend."""
+"""Shared by the programs here: the command line, and how an error that a user can mend is shown."""
 
 import argparse
 import functools
@@ -10,19 +10,19 @@ from lowprec_attn.errors import UserError
 
 
 def name() -> str:
-    """Such as `python -m benchmarks.fidelity`."""
+    """Returns the command of the running program, for example `python -m benchmarks.fidelity`."""
     return f"python -m benchmarks.{Path(sys.argv[0]).stem}"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Of the program that runs; `doc`, its docstring, is printed as it stands."""
+    """Makes the running program's parser; `doc`, its docstring, is printed unchanged as help."""
     return argparse.ArgumentParser(
         prog=name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def recording_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Likewise, with `--out` for records or `--read`, of which one is needed."""
+    """Makes the running program's parser, with `--out` and `--read`, one of which is required."""
     made = parser(doc)
     files = made.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="JSON lines, appended to")
@@ -31,7 +31,7 @@ def recording_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def told(main: Callable[[], int | None]) -> Callable[[], int]:
-    """A `main` whose UserError or OSError is one line on the standard error, and exit code 1."""
+    """Makes `main` report a UserError or OSError as one line on standard error and exit code 1."""
 
     @functools.wraps(main)
     def run() -> int:

@@ -18,9 +18,10 @@ class Shape:
         return self.batch, self.length, self.heads, self.head_size
 
     def flops(self, *, backward: bool) -> float:
-        """Operations of a causal forward pass, 2·B·N·T²·H, or of forward and backward, 3.5 times.
+        """Operations of a causal forward pass, 2·B·N·T²·H, or of both passes, 3.5 times that.
 
-        Two matrix products forward and five backward, half of each above the diagonal.
+        There are two matrix products forward and five backward. Half of each lies above the
+        diagonal and is not counted.
         """
         forward = 2.0 * self.batch * self.heads * self.length**2 * self.head_size
         return 3.5 * forward if backward else forward
@@ -30,13 +31,13 @@ SHAPES: dict[str, Shape] = {
     "gpt2": Shape(16, 1024, 12, 64),
     "long64": Shape(2, 8192, 16, 64),
     "long128": Shape(2, 8192, 16, 128),
-    "long256": Shape(2, 8192, 8, 256),  # asked for by name alone: no target names it
+    "long256": Shape(2, 8192, 8, 256),  # run only if it is named: no target has it
     "cpu1k": Shape(1, 1024, 12, 64),
     "cpu4k": Shape(1, 4096, 12, 64),
     "cpu16k": Shape(1, 16384, 2, 64),
 }
 
-# T from 512 to 32768 at 32768 tokens, with GPT-2's heads.
+# T from 512 to 32768, with 32768 tokens in a batch and GPT-2's heads.
 _SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SWEEP = tuple(f"sweep{length}" for length in _SWEEP_LENGTHS)
 SHAPES |= {

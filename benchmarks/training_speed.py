@@ -1,11 +1,11 @@
-"""Tokens per second of the trainer, one arm after the other, beside nanoGPT on the same card.
+"""Measures tokens per second of the trainer, arm by arm, beside nanoGPT on the same card.
 
     python benchmarks/training_speed.py OUT.jsonl --data DIR [--nanogpt DIR] [--devices 1 4]
 
 Every arm is a run of train.py: 300 steps of GPT-2 124M, context 1024, 64 sequences per device and
-step, diagnostics every 100 steps, logits in bfloat16 (as in nanoGPT) or float32. The rate is that
-of steps 101 to 300: all tokens by all seconds, two rounds of diagnostics among them (their first
-round, which compiles, is at step 0).
+step, diagnostics every 100 steps, logits in bfloat16 (as in nanoGPT) or float32. The rate is the
+number of tokens in steps 101 to 300 divided by their seconds. These include two rounds of
+diagnostics; the first round, which compiles, is at step 0.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def _train(numerics: str, logits: str, devices: int, data: str) -> dict:
 
 
 def _run(command: list[str]) -> str:
-    # Warnings and errors of an arm, which takes two minutes, are seen as they come.
+    # An arm takes two minutes. Its standard error is not captured, so that warnings and errors are
+    # seen at once.
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)} failed with exit status {result.returncode}, see above")

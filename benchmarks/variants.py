@@ -1,9 +1,10 @@
-"""Times attention in windows, of packed segments and lengths, with a soft cap and with sinks.
+"""Times attention with windows, packed segments, lengths, a soft cap and sinks.
 
     python -m benchmarks.variants --out results/hopper/variants.jsonl
 
-Every variant is causal and timed beside plain causal attention of the same shape, in one run: by
-`hopper` and `gpu`, and by cuDNN through `jax.nn` where that has it. Ratios are to `hopper`.
+Every variant is causal, and plain causal attention of the same shape is timed in the same run. Each
+is computed by `hopper`, by `gpu`, and by cuDNN through `jax.nn` if that has it. Ratios are to the
+time of `hopper`.
 """
 
 import functools
@@ -23,9 +24,9 @@ from benchmarks.attention.timing import Attention, JaxCandidate, Timed, interlea
 from benchmarks.shapes import SHAPES, Shape
 from lowprec_attn.attention import dot_product_attention
 
-_DOCUMENTS = 8  # sequences that are packed into one, of random lengths
+_DOCUMENTS = 8  # documents of random lengths that are packed into one sequence
 IMPLEMENTATIONS = ("hopper", "gpu", "cudnn")
-# Options of `dot_product_attention`, of a shape.
+# For each variant, the options of `dot_product_attention` by shape.
 VARIANTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "plain": lambda _: {},
     "window": lambda shape: {"local_window_size": (shape.length // 8, 0)},
@@ -36,12 +37,12 @@ VARIANTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "soft_cap": lambda _: {"logits_soft_cap": 50.0},
     "sinks": lambda shape: {"sinks": jnp.zeros(shape.heads)},
 }
-# What `jax.nn.dot_product_attention` has of them.
+# The options that `jax.nn.dot_product_attention` has too.
 _OF_CUDNN = {"local_window_size", "query_seq_lengths", "key_value_seq_lengths"}
 
 
 def segments(shape: Shape) -> jax.Array:
-    """Ids [B, T] of packed sequences, sorted."""
+    """Returns sorted segment ids [B, T] of packed documents."""
     rng = np.random.default_rng(0)
     starts = rng.integers(0, shape.length, (shape.batch, _DOCUMENTS - 1))
     ids = (starts[:, :, None] <= np.arange(shape.length)).sum(axis=1)
@@ -49,13 +50,13 @@ def segments(shape: Shape) -> jax.Array:
 
 
 def lengths(shape: Shape) -> jax.Array:
-    """Lengths [B], from half of T on."""
+    """Returns random lengths [B] from T / 2 to T."""
     rng = np.random.default_rng(1)
     return jnp.asarray(rng.integers(shape.length // 2, shape.length + 1, shape.batch), jnp.int32)
 
 
 def candidate(variant: str, implementation: str) -> JaxCandidate:
-    """Of that name; declines what `jax.nn` has not."""
+    """Returns a variant's candidate; with cuDNN it declines options that `jax.nn` lacks."""
 
     def attend(problem: Problem) -> Attention:
         options = VARIANTS[variant](problem.shape)
@@ -73,7 +74,7 @@ def candidate(variant: str, implementation: str) -> JaxCandidate:
 
 
 def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Record]:
-    """A record of every implementation."""
+    """Returns a record for each implementation."""
     problem = Problem(name, SHAPES[name], "bfloat16", backward)
     inputs, calls = problem.inputs(), problem.calls("gpu")
     timed: dict[str, Timed] = {}
@@ -104,7 +105,7 @@ def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Rec
 
 
 def main() -> int:
-    """Measures, prints and writes."""
+    """Measures all variants, prints the times and writes the records."""
     parser = program.parser(__doc__)
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=["gpt2", "long64", "long128"]

@@ -1,15 +1,15 @@
-"""What `lowprec-attn diagnose` says of the runs of an experiment, at several checkpoints of each.
+"""Records what `lowprec-attn diagnose` says of an experiment's runs, at several checkpoints each.
 
     lowprec-attn lab collect runs/verdict_cpu results/failure/verdict_cpu
     python -m benchmarks.verdicts runs/verdict_cpu results/failure/verdict_cpu
 
-A run is diagnosed at its newest checkpoint, as the command does by itself, and at the newest one
-that lies so many steps before its explosion, or before the step at which a value was not finite
-(`--before`). A run that held is diagnosed before that of its seed's positive control; where that
-held too, before its own end.
+A run is diagnosed at its newest checkpoint, which is the command's default. It is also diagnosed at
+the newest checkpoints that lie `--before` steps before its end. The end of a run is the step at
+which its loss exploded or a value was not finite. If a run held, the end of its seed's positive
+control is taken; if that held too, the run's own last step.
 
-A JSON line a diagnosis is added to `verdicts.ndjson` beside the records, of which `lowprec-attn lab
-report` makes a table. The same command goes on after an interruption.
+Each diagnosis adds a JSON line to `verdicts.ndjson` beside the records, from which `lowprec-attn
+lab report` makes a table. The same command continues after an interruption.
 """
 
 import contextlib
@@ -38,23 +38,27 @@ from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH
 from lowprec_attn.runs.run_dir import RunDir
 
 BEFORE = (400, 200, 100, 50)
-_FIRST = 50  # a step before which a model has learned nothing that could be judged
+_FIRST = 50  # before this step a model has learned nothing that could be judged
 
 
 def steps(
     record: ArmRecord, control: ArmRecord | None, before: Sequence[int]
 ) -> dict[int | None, int | None]:
-    """The step of each diagnosis by its distance; None stands for the newest checkpoint."""
+    """Returns the step of each diagnosis by its distance from the end of the run.
+
+    None stands for the newest checkpoint, both as a step and as a distance.
+    """
     ends = (record.broke, control.broke if control else None, record.steps)
     end = next(end for end in ends if end is not None)
     return {None: None} | {n: end - n for n in before if end - n >= _FIRST}
 
 
 def diagnose(run: Path, step: int | None) -> dict[str, Any]:
-    """What the command says of a run up to a step.
+    """Returns what the command says of a run up to a step; None for the newest checkpoint.
 
     Raises:
-      RunError: it fails, or the run went back: its metrics have no explosion to be before.
+      RunError: the command fails, or the run was rolled back, so that its metrics record no
+        explosion.
     """
     if went_back := rollbacks.read(RunDir(run).rollbacks):
         raise RunError(
@@ -81,7 +85,7 @@ def diagnose(run: Path, step: int | None) -> dict[str, Any]:
 
 
 def _largest(layers: Sequence[Mapping[str, Sequence[float | None]]]) -> dict[str, float | None]:
-    """The signal of each rule in the worst head that the rule looks at; None where it has none."""
+    """Returns each rule's signal in the worst head that it looks at, or None if there is none."""
     found: dict[str, float | None] = {}
     for rule in RULES:
         # With a threshold of −inf, `severity` is the signal of every head that counts.
@@ -109,7 +113,7 @@ def _missing(
 
 @program.told
 def main() -> None:
-    """Diagnoses, prints, writes."""
+    """Makes the missing diagnoses, and prints and records each."""
     parser = program.parser(__doc__)
     parser.add_argument("workdir", type=Path, help="of `lab run`, with checkpoints")
     parser.add_argument("results", type=Path, help="of `lab collect`")

@@ -1,11 +1,11 @@
-"""What a watch costs a training step, in PyTorch or in Flax, on this device.
+"""Measures what a watch costs a training step, in PyTorch or in Flax, on this device.
 
     python -m benchmarks.watch_cost torch
     python -m benchmarks.watch_cost flax --layers 2
 
-A model of GPT-2's width and heads, without a vocabulary: a step outside of a watch, one inside of
-`step(...)` that is not watched, the first watched one, and later ones: medians of `--repeats`
-pairs of one step without and one with.
+The model has GPT-2's width and heads, but no vocabulary. It times a step without a watch, an empty
+`step(...)` block that is not watched, the first watched step, and later watched steps. Later steps
+are timed in `--repeats` pairs of one step without and one with the watch, and medians are printed.
 """
 
 import statistics
@@ -20,7 +20,7 @@ WIDTH, HEADS = 768, 12
 
 
 def torch_step(layers: int, length: int) -> tuple[Callable[[], Any], Watch]:
-    """A forward and backward pass in bfloat16, and a watch that takes each step."""
+    """Returns a forward and backward pass in PyTorch and bfloat16, and a watch of every step."""
     import torch
     from torch.nn import functional
 
@@ -55,7 +55,10 @@ def torch_step(layers: int, length: int) -> tuple[Callable[[], Any], Watch]:
 
 
 def flax_step(layers: int, length: int) -> tuple[Callable[[], Any], Watch]:
-    """Likewise in Flax, compiled, with this library's attention."""
+    """Returns a compiled forward and backward pass in Flax, and a watch of every step.
+
+    The model has this library's attention.
+    """
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -88,7 +91,7 @@ def flax_step(layers: int, length: int) -> tuple[Callable[[], Any], Watch]:
 
 
 def main() -> None:
-    """Prints a line a kind of step."""
+    """Prints a line for each kind of step."""
     parser = program.parser(__doc__)
     parser.add_argument("framework", choices=["torch", "flax"])
     parser.add_argument("--layers", type=int, default=12)
@@ -119,7 +122,7 @@ def main() -> None:
     plain = statistics.median(without for without, _ in pairs)
     more = statistics.median(with_it - without for without, with_it in pairs)
     print(f"a step: {plain:.3f} s")
-    print(f"a block that is not watched: {seconds(empty) * 1e3:.2f} µs")  # of 1,000
+    print(f"a block that is not watched: {seconds(empty) * 1e3:.2f} µs")  # `empty` has 1,000 blocks
     print(f"a watched step takes {more:.3f} s more, the first {first - plain:.3f} s more")
     print(f"with every=500, a step takes {more / 500 / plain:.3%} longer")
 

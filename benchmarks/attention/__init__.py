@@ -1,4 +1,4 @@
-"""The benchmark: every available implementation of attention, timed in turn on named shapes.
+"""The benchmark: times every available implementation of attention in turn on named shapes.
 
-`python -m benchmarks.attention --help`; method and records: `docs/benchmarks.md`.
+See `python -m benchmarks.attention --help`. `docs/benchmarks.md` describes method and records.
 """

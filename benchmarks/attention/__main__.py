@@ -4,9 +4,9 @@
     python -m benchmarks.attention --memory --out results/memory.jsonl
     python -m benchmarks.attention --read results/bench.jsonl --require
 
-On a GPU the first takes the named shapes and the sweep of T from 512 to 32768, some minutes;
-elsewhere one small shape. The last prints again what was measured before, and fails where a
-target is missed.
+On a GPU, the first command times the named shapes and a sweep of T from 512 to 32768, which takes
+some minutes; elsewhere it times one small shape. The last command prints earlier records again, and
+fails if a target is missed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> int:
         for part in _parts(args):
             records += part
             if args.out:
-                write(args.out, records)  # so that a run that is stopped leaves what it has
+                write(args.out, records)  # a run that is stopped leaves what it has measured
         _report(records)
         if args.plot:
             _draw(records, args.plot)
@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _parts(args: argparse.Namespace) -> Iterator[list[Record]]:
-    """The records as they come."""
+    """Yields the records in parts, as they come."""
     if args.read:
         yield read(args.read)
         return
@@ -96,7 +96,7 @@ def _measure_memory(args: argparse.Namespace) -> list[Record]:
 
 
 def _measure_times(args: argparse.Namespace) -> Iterator[list[Record]]:
-    """One part per shape and pass."""
+    """Yields the records of one shape and pass at a time."""
     platform = jax.default_backend()
     found = candidates(platform, points=args.points)
     if args.only:
@@ -116,7 +116,7 @@ def _measure_times(args: argparse.Namespace) -> Iterator[list[Record]]:
 
 
 def _shape_names(given: Sequence[str]) -> list[str]:
-    """The names, with all shapes of the sweep for `sweep`."""
+    """Returns the names, with `sweep` replaced by all shapes of the sweep."""
     expanded = (SWEEP if name == "sweep" else (name,) for name in given)
     return list(itertools.chain.from_iterable(expanded))
 

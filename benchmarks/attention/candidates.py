@@ -1,4 +1,4 @@
-"""Which candidates are timed on which platform, and which of them over the sweep of lengths."""
+"""Chooses which candidates are timed on a platform, and which of them over the sweep of lengths."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from benchmarks.attention.timing import Candidate
 from benchmarks.attention.torch_sdpa import torch_candidates
 from benchmarks.shapes import SWEEP
 
-# What ratios are taken to unless another is chosen: the fastest that matches.
+# The default baselines. Ratios are taken to the fastest candidate that matches.
 _BASELINES = {"gpu": "jax pallas *"}
 
-# The sweep asks how time grows with T, and takes one candidate per kernel for that.
+# The sweep shows how time grows with T, for which one candidate per kernel is enough.
 _SWEEP = (
     "jax.nn *",
     "jax pallas default",
@@ -27,16 +27,16 @@ _SWEEP = (
 
 
 def baseline(platform: str) -> str:
-    """A pattern of names; the fastest candidate that matches is the baseline of a platform."""
+    """Returns a pattern of names, of which the fastest candidate is the platform's baseline."""
     return _BASELINES.get(platform, "jax.nn xla")
 
 
 def candidates(platform: str, *, points: bool = False) -> list[Candidate]:
-    """Everything that can be timed on a platform, installed or not; the reference comes first.
+    """Returns everything that can be timed on a platform, installed or not, the reference first.
 
     Args:
-      platform: `cpu`, `gpu`, `tpu`, as `jax.default_backend()` says.
-      points: also `flash` with each further point rounded.
+      platform: `cpu`, `gpu` or `tpu`, as `jax.default_backend()` returns it.
+      points: whether to add `flash` with each further point rounded.
     """
     found: list[Candidate] = [peers.jax_nn("xla")]
     if platform == "gpu":
@@ -50,10 +50,10 @@ def candidates(platform: str, *, points: bool = False) -> list[Candidate]:
 
 
 def select(found: Iterable[Candidate], patterns: Iterable[str]) -> list[Candidate]:
-    """Those whose names match one of the patterns of `fnmatch`."""
+    """Returns the candidates whose names match one of the `fnmatch` patterns."""
     return [c for c in found if any(fnmatch.fnmatchcase(c.name, p) for p in patterns)]
 
 
 def for_shape(found: Iterable[Candidate], shape_name: str) -> list[Candidate]:
-    """All on a named shape, fewer on a shape of the sweep."""
+    """Returns all candidates for a named shape, and fewer for a shape of the sweep."""
     return select(found, _SWEEP if shape_name in SWEEP else ("*",))

@@ -1,4 +1,4 @@
-"""FlashAttention-3 (arXiv 2407.08608), from one of the packages that bring its kernels."""
+"""FlashAttention-3 (arXiv 2407.08608), from one of the packages that contain its kernels."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,8 @@ from benchmarks.attention.problem import Problem
 from benchmarks.attention.timing import Results, Timed
 from benchmarks.attention.torch_calls import queued
 
-# Its own package, built from source, and `fa3-fwd` of the package index, which has wheels.
+# FlashAttention-3's own package, built from source, and `fa3-fwd` from the package index, which has
+# wheels but only the forward pass.
 _BOTH_PASSES, _FORWARD = "flash_attn_interface", "fa3_fwd_interface"
 
 
@@ -34,7 +35,11 @@ class Flash3Candidate:
 
 
 def flash_attn_func(*, backward: bool) -> Callable[..., Any]:
-    """The function of that name, of the first package that has these passes."""
+    """Returns `flash_attn_func` of the first installed package that has these passes.
+
+    Raises:
+      ImportError: no package has them.
+    """
     modules = (_BOTH_PASSES,) if backward else (_BOTH_PASSES, _FORWARD)
     for name in modules:
         if importlib.util.find_spec(name):

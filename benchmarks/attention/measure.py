@@ -1,4 +1,4 @@
-"""Compiles, checks and times the candidates of one problem; one record for each."""
+"""Compiles, checks and times the candidates of one problem, and makes a record of each."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +12,8 @@ from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record, cores, reason
 from benchmarks.attention.timing import Candidate, Results, Timed, interleave
 
-# Largest ‖x − reference‖ / ‖reference‖ of an output: roundings come to 0.05 (`published` at a
-# length of 32768), another scale, mask or layout to about 1.
+# The largest allowed ‖x − reference‖ / ‖reference‖ of an output. Roundings cause up to 0.05
+# (`published` at a length of 32768). Another scale, mask or layout causes about 1.
 _SAME_FUNCTION = 0.25
 
 
@@ -21,7 +21,7 @@ def measure(problem: Problem, found: Sequence[Candidate], rounds: int) -> list[R
     """Times all candidates of a problem in turn.
 
     Returns:
-      For each candidate in order a record of kind `time`, or of kind `refused` with the reason.
+      A record for each candidate, in order: of kind `time`, or of kind `refused` with the reason.
     """
     inputs = problem.inputs()
     calls = problem.calls(jax.default_backend())
@@ -43,14 +43,14 @@ def measure(problem: Problem, found: Sequence[Candidate], rounds: int) -> list[R
 
 
 def threads() -> ThreadPoolExecutor:
-    """One thread per processor: compilers release Python's lock."""
+    """Returns a pool with one thread per processor, which helps as compilers release the GIL."""
     return ThreadPoolExecutor(cores())
 
 
 def prepare(
     problem: Problem, found: Sequence[Candidate], inputs: Results, calls: int
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Compiles all at once: those that are ready by name, and why others declined."""
+    """Compiles all candidates at once; returns the compiled ones, and why the others declined."""
     prepared: dict[str, Timed] = {}
     refused: dict[str, str] = {}
     with threads() as pool:
@@ -64,13 +64,16 @@ def prepare(
 
 
 def check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, float]:
-    """Distances of results from those of the first candidate that runs; adds to `refused`."""
+    """Returns the distance of each candidate's results from those of the first that runs.
+
+    Candidates that fail, or whose results are too far off, are added to `refused` instead.
+    """
     reference: Results | None = None
     distances = {}
     for name, timed in prepared.items():
         try:
             results = jax.block_until_ready(timed.results())
-        except Exception as error:  # for one, memory that only a run asks for
+        except Exception as error:  # for example, a run may need more memory than there is
             refused[name] = reason(error)
             continue
         if reference is None:
@@ -84,7 +87,7 @@ def check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, floa
 
 
 def _repeats(timed: Timed, runs: int = 4) -> bool:
-    """Whether further runs gave the bits of the first: how deterministic it was here."""
+    """Whether further runs gave the same bits as the first, a test of determinism."""
     first = timed.results()
     return all(bool(_same(first, timed.results())) for _ in range(runs - 1))
 
@@ -96,7 +99,7 @@ def _same(x: Results, y: Results) -> Array:
 
 @jax.jit
 def _distance(results: Results, reference: Results) -> Array:
-    """The largest ‖x − y‖ / ‖y‖ of the outputs; NaN stays."""
+    """Returns the largest ‖x − y‖ / ‖y‖ of the outputs, or NaN if any is NaN."""
 
     def norm(x: Array) -> Array:
         return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))

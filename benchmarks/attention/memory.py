@@ -1,4 +1,4 @@
-"""Device memory of one forward and backward pass against the length, as the compiler plans it."""
+"""Measures the device memory that the compiler plans for both passes, against the length."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ PATTERNS = ("jax.nn xla", "* exact", "* flash", "* published")
 
 
 def memory(found: Iterable[JaxCandidate], lengths: Sequence[int], dtype: str) -> list[Record]:
-    """Memory at batch 1, 12 heads of 64: `compiled.memory_analysis()`, nothing is run.
+    """Reads the memory at batch 1 and 12 heads of 64 from `memory_analysis()`; nothing is run.
 
     Returns:
-      For each candidate and length a record of kind `memory` with, in MiB, `arguments` (q, k, v,
-      dO), `outputs` (O, dQ, dK, dV), `temporary` (all else that the program allocates), and
-      `total`; or of kind `refused` with the reason.
+      A record for each candidate and length. A record of kind `memory` holds in MiB `arguments` (q,
+      k, v, dO), `outputs` (O, dQ, dK, dV), `temporary` (all else that the program allocates) and
+      `total`. A record of kind `refused` holds the reason.
     """
     with threads() as pool:
         futures = [
@@ -44,7 +44,7 @@ def _memory(candidate: JaxCandidate, length: int, dtype: str) -> Record:
 
 
 def _sizes(candidate: JaxCandidate, problem: Problem) -> dict[str, int]:
-    """Bytes by use."""
+    """Returns the bytes of the compiled program by use."""
     program = jax.jit(candidate.function(problem)).lower(*problem.abstract_inputs()).compile()
     plan = program.memory_analysis()
     if plan is None:
@@ -57,7 +57,7 @@ def _sizes(candidate: JaxCandidate, problem: Problem) -> dict[str, int]:
 
 
 def growth(rows: Sequence[Record]) -> float:
-    """The exponent e of memory ~ T^e between the last two lengths of one candidate."""
+    """Returns the exponent e of memory ~ T^e between the last two lengths of one candidate."""
     before, last = rows[-2:]
     return math.log(last["total_mib"] / before["total_mib"]) / math.log(
         last["length"] / before["length"]

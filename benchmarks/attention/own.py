@@ -1,4 +1,4 @@
-"""Our implementations: every preset, every row-max rule and two steps with two of them."""
+"""Our implementations as candidates: every preset, every row-max rule, and other step lengths."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -30,19 +30,20 @@ from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes, is_long
 from pallas_kernels.tpu import attention as tpu
 
-# What serves every preset on a platform, as JAX names it; `tiled` on any other.
+# The implementation that serves every preset, by JAX's name of the platform. On any other platform
+# it is `tiled`.
 GENERAL: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu), "tpu": ("tpu", tpu)}
 
-_HOPPER = ("hopper", hopper)  # serves some
+_HOPPER = ("hopper", hopper)  # serves some of the presets
 
 
 def implementation(platform: str) -> tuple[str, ModuleType]:
-    """Name and module of the general implementation that is timed on a platform."""
+    """Returns name and module of the general implementation that is timed on a platform."""
     return GENERAL.get(platform, ("tiled", tiled))
 
 
 def presets(platform: str) -> Iterator[JaxCandidate]:
-    """`gpu flash`, `gpu flash dynamic_max`, ...; a preset's own rule is the standard one."""
+    """Yields `gpu flash`, `gpu flash dynamic_max`, ...; the rule is standard if none is named."""
     if platform == "gpu":
         for preset in (
             *("flash", "float32_output", "normalized_delta"),
@@ -63,7 +64,7 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
 
 
 def steps(platform: str) -> Iterator[JaxCandidate]:
-    """Presets in steps of another length, to show the cost of a step of several tiles."""
+    """Yields presets with steps of another length, to show the cost of a step of several tiles."""
     for preset, kv_block in (("flash", 512), ("published", 64)):
         numerics = PRESETS[preset].replace(kv_block=kv_block)
         yield _candidate(
@@ -72,7 +73,7 @@ def steps(platform: str) -> Iterator[JaxCandidate]:
 
 
 def points(platform: str) -> Iterator[JaxCandidate]:
-    """`flash` with one more point rounded, for each that it leaves in float32."""
+    """Yields `flash` with one more point rounded, for each point that it leaves in float32."""
     for point in POINTS:
         if point not in PLAIN_POINTS and getattr(FLASH, point) == getattr(EXACT, point):
             numerics = FLASH.replace(**{point: "bfloat16"})
@@ -86,14 +87,14 @@ def _candidate(
     row_max: RowMax,
     sizes: Callable[[Shape], Hashable] = lambda _: None,
 ) -> JaxCandidate:
-    """`sizes`: the tiles of a shape; None, its implementation's own."""
+    """Makes a candidate; `sizes` returns the tiles of a shape, or None for the implementation's."""
     prefix, module = implementation
     attention = functools.partial(_attention, module, numerics, row_max, sizes)
     return JaxCandidate(f"{prefix} {name}", attention)
 
 
 def unordered(shape: Shape) -> BlockSizes:
-    """The Hopper kernels' tiles of a causal call whose dQ has no order."""
+    """Returns the Hopper kernels' tiles for a causal call that sums dQ in no fixed order."""
     long = is_long(shape.length, is_causal=True)
     return default_block_sizes(shape.head_size, long=long, unordered=True)
 
@@ -105,7 +106,11 @@ def _attention(
     sizes: Callable[[Shape], Hashable],
     problem: Problem,
 ) -> Attention:
-    """Raises NotImplementedError for what the implementation declines."""
+    """Returns attention as a function of q, k and v.
+
+    Raises:
+      NotImplementedError: the implementation declines the problem.
+    """
     shape = problem.shape
     spec = Spec(
         numerics=numerics,

@@ -1,4 +1,4 @@
-"""Peers: attention by others in JAX, with the arithmetic of `flash`."""
+"""Peers: other libraries' attention in JAX, with the arithmetic of `flash`."""
 
 import functools
 from typing import Any
@@ -8,9 +8,9 @@ import jax
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.timing import Attention, JaxCandidate
 
-# Sizes of JAX's own Pallas-Triton kernel beside its default, the fastest on one H200 of some twenty
-# tried: query and key block of the forward pass, of the scan for dK and dV, of the scan for dQ;
-# then the pipeline stages of the forward pass. All with 4 warps.
+# Tile sizes of JAX's own Pallas-Triton kernel besides its default: the fastest on one H200 of about
+# twenty that were tried. They are the query and key blocks of the forward pass, of the scan for dK
+# and dV, and of the scan for dQ, then the pipeline stages of the forward pass. All have 4 warps.
 _PALLAS_SIZES = {
     "64x64": ((64, 64, 64, 128, 128, 64), 3),
     "64x128": ((64, 128, 64, 128, 128, 64), 2),
@@ -18,12 +18,16 @@ _PALLAS_SIZES = {
 }
 
 
-# XLA asks cuDNN for a backward pass with an order of its sums; otherwise it takes the faster one.
+# With this option, XLA asks cuDNN for a backward pass that sums in a fixed order. Without it, XLA
+# takes cuDNN's faster one.
 _DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
 def jax_nn(implementation: str, *, deterministic: bool = False) -> JaxCandidate:
-    """`jax.nn.dot_product_attention` by XLA or cuDNN; deterministic: the same bits on every run."""
+    """Returns `jax.nn.dot_product_attention` by XLA or cuDNN as a candidate.
+
+    If `deterministic`, every run gives the same bits.
+    """
 
     def attention(problem: Problem) -> Attention:
         return functools.partial(
@@ -40,7 +44,7 @@ def jax_nn(implementation: str, *, deterministic: bool = False) -> JaxCandidate:
 
 
 def jax_pallas() -> list[JaxCandidate]:
-    """`jax.experimental.pallas.ops.gpu.attention`, default block sizes first."""
+    """Returns candidates of `jax.experimental.pallas.ops.gpu.attention`, default sizes first."""
     names = ("default", *_PALLAS_SIZES)
     return [
         JaxCandidate(f"jax pallas {name}", functools.partial(_jax_pallas, name)) for name in names
@@ -48,7 +52,8 @@ def jax_pallas() -> list[JaxCandidate]:
 
 
 def _jax_pallas(name: str, problem: Problem) -> Attention:
-    from jax.experimental.pallas.ops.gpu import attention as kernel  # deprecated: it may be gone
+    # Imported here because the module is deprecated and may be gone.
+    from jax.experimental.pallas.ops.gpu import attention as kernel
 
     options: dict[str, Any] = {}
     if name != "default":
@@ -71,7 +76,7 @@ def _jax_pallas(name: str, problem: Problem) -> Attention:
 
 
 def tokamax(implementation: str) -> JaxCandidate:
-    """`tokamax.dot_product_attention`, an optional package."""
+    """Returns `tokamax.dot_product_attention` as a candidate; the package is optional."""
 
     def attention(problem: Problem) -> Attention:
         import tokamax as package

@@ -1,4 +1,4 @@
-"""Figures of the records: bars of the named shapes, the sweep of lengths, memory."""
+"""Draws the records: bars for the named shapes, the sweep of lengths, and memory."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _WORDS = {"forward": "forward pass", "forward+backward": "forward and backward p
 
 
 def save(records: Sequence[Record], prefix: Path) -> list[Path]:
-    """Draws what the records hold; returns the files `<prefix>_<figure>.png`."""
+    """Draws what the records hold, and returns the files `<prefix>_<figure>.png`."""
     title = next((_title(r) for r in records if r["kind"] == "environment"), "")
     paths = []
     for name, figure in _figures(records):
@@ -47,7 +47,7 @@ def _title(environment: Record) -> str:
 
 
 def _bars(timed: Sequence[Record]) -> Figure:
-    """TFLOP/s of every candidate, one panel per shape and pass, the fastest on top."""
+    """Draws TFLOP/s of every candidate, with a panel per shape and pass and the fastest on top."""
     groups = list(problems(timed))
     shapes = list(dict.fromkeys(key["shape"] for key, _ in groups))
     rows = max(len(group) for _, group in groups)
@@ -75,7 +75,7 @@ def _draw_bars(axis: Axes, key: Record, group: Sequence[Record]) -> None:
 
 
 def _sweep(timed: Sequence[Record]) -> Figure:
-    """TFLOP/s over T, one panel per pass."""
+    """Draws TFLOP/s over T, with one panel per pass."""
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     axes = figure.subplots(1, len(PASSES), squeeze=False)[0]
     for axis, pass_name in zip(axes, PASSES, strict=True):
@@ -87,7 +87,7 @@ def _sweep(timed: Sequence[Record]) -> Figure:
 
 
 def _memory(records: Sequence[Record]) -> Figure:
-    """MiB over T."""
+    """Draws MiB over T."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     _draw_lines(axis, records, "total_mib", "MiB: arguments, outputs and temporaries")

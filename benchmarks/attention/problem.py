@@ -1,4 +1,4 @@
-"""A problem to time: causal attention of one shape, forward, or forward and backward."""
+"""A problem to time: causal attention of one shape, the forward pass or both passes."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ from benchmarks.shapes import Shape
 
 PASSES = ("forward", "forward+backward")
 
-# A sample should last about as long on any accelerator that is worth timing: long enough for the
-# start of a program and the host's clock (some 50 µs together) not to matter.
+# A sample should last about this long on any accelerator that is worth timing. The start of a
+# program and the host's clock, together about 50 µs, then do not matter.
 _SAMPLE_SECONDS = 20e-3
 _EXPECTED_FLOPS_PER_SECOND = 200e12
 
@@ -24,8 +24,8 @@ class Problem:
     Attributes:
       name: the shape's name in `benchmarks.shapes`.
       shape: causal self-attention of q, k, v [B, T, N, H].
-      dtype: of q, k, v and dO.
-      backward: whether dQ, dK, dV are computed as well.
+      dtype: the dtype of q, k, v and dO.
+      backward: whether dQ, dK and dV are computed as well.
     """
 
     name: str
@@ -40,26 +40,26 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Operations of one call, see `Shape.flops`."""
+        """The operations of one call; see `Shape.flops`."""
         return self.shape.flops(backward=self.backward)
 
     @property
     def scale(self) -> float:
-        """Factor of q kᵀ."""
+        """The factor of q kᵀ."""
         return self.shape.head_size**-0.5
 
     def calls(self, platform: str) -> int:
-        """Calls in one sample: 1 on the CPU, elsewhere enough for some 20 ms, from 2 to 128."""
+        """Returns the calls in one sample: 1 on the CPU, elsewhere 2 to 128, for about 20 ms."""
         if platform == "cpu":
             return 1
         calls = math.ceil(_SAMPLE_SECONDS * _EXPECTED_FLOPS_PER_SECOND / self.flops)
         return min(max(calls, 2), 128)
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of q, k, v, dO."""
+        """Returns the shapes and dtypes of q, k, v and dO."""
         return (jax.ShapeDtypeStruct(self.shape.qkv, jnp.dtype(self.dtype)),) * 4
 
     def inputs(self, seed: int = 0) -> tuple[Float[Array, "B T N H"], ...]:
-        """Standard normal q, k, v, dO."""
+        """Draws standard normal q, k, v and dO."""
         keys = jax.random.split(jax.random.key(seed), 4)
         return tuple(jax.random.normal(key, self.shape.qkv, self.dtype) for key in keys)

@@ -1,4 +1,4 @@
-"""Records as JSON lines, the environment first, then one per measurement; and their ratios."""
+"""Records as JSON lines: the environment first, then one per measurement; and ratios of times."""
 
 import datetime
 import fnmatch
@@ -24,7 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch",
 
 
 def environment(program: str = "python -m benchmarks.attention") -> Record:
-    """Device, driver, versions, date, and the command without anything private."""
+    """Returns device, driver, versions, date, and the command, without anything private."""
     device = jax.devices()[0]
     installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
     return {
@@ -40,7 +40,7 @@ def environment(program: str = "python -m benchmarks.attention") -> Record:
 
 
 def cores() -> int:
-    """Processors that this process may run on."""
+    """Returns the number of processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -56,13 +56,13 @@ def _driver() -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """Why a candidate declined, in one line."""
+    """Returns in one line why a candidate declined."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:200]
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """One JSON object per line."""
+    """Writes the records to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
@@ -83,7 +83,7 @@ def read(path: Path) -> list[Record]:
 
 
 def problems(records: Iterable[Record]) -> Iterator[tuple[Record, list[Record]]]:
-    """Timed and refused candidates by problem: {shape, dtype, pass} and its records."""
+    """Yields each problem {shape, dtype, pass}, with the records of its candidates."""
     keys = ("shape", "dtype", "pass")
     candidates = [r for r in records if "shape" in r]
     for key, group in groupby(candidates, lambda record: [record[k] for k in keys]):
@@ -91,7 +91,7 @@ def problems(records: Iterable[Record]) -> Iterator[tuple[Record, list[Record]]]
 
 
 def fastest(records: Iterable[Record], pattern: str) -> Record | None:
-    """The timed candidate with the least median whose name matches, or None."""
+    """Returns the timed candidate with the least median whose name matches, or None."""
     matching = [
         r for r in records if r["kind"] == "time" and fnmatch.fnmatchcase(r["name"], pattern)
     ]
@@ -99,10 +99,10 @@ def fastest(records: Iterable[Record], pattern: str) -> Record | None:
 
 
 def ratio(record: Record, other: Record) -> tuple[float, float, float]:
-    """Time over the time of another candidate of the same problem, round by round.
+    """Divides a candidate's time by another's on the same problem, round by round.
 
     Returns:
-      Median, 25th and 75th percentile over the rounds.
+      The median, the 25th and the 75th percentile over the rounds.
     """
     quotients = np.divide(record["samples"], other["samples"])
     low, median, high = np.percentile(quotients, [25, 50, 75])
@@ -110,7 +110,7 @@ def ratio(record: Record, other: Record) -> tuple[float, float, float]:
 
 
 def add_ratios(records: Sequence[Record], baseline: str) -> None:
-    """Adds `baseline`, its name, and `ratio` to the timed records of one problem."""
+    """Adds `ratio`, and the baseline's name as `baseline`, to the timed records of one problem."""
     chosen = fastest(records, baseline)
     for record in records:
         if chosen is not None and record["kind"] == "time":

@@ -1,4 +1,4 @@
-"""The lines and tables that the benchmark prints."""
+"""Makes the lines and tables that the benchmark prints."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from lowprec_attn.tables import columns
 
 
 def environment_line(record: Record) -> str:
-    """`NVIDIA H200, driver 580.159, 16 cores, jax 0.11.2, ...`."""
+    """Returns a line such as `NVIDIA H200, 16 cores, driver 580.159, jax 0.11.2, ...`."""
     parts = [record["device"], f"{record['cores']} cores"]
     if record["driver"]:
         parts.append(f"driver {record['driver']}")
@@ -18,7 +18,7 @@ def environment_line(record: Record) -> str:
 
 
 def time_lines(records: Iterable[Record]) -> Iterator[str]:
-    """One block per shape and pass, the fastest candidate first, then those that declined."""
+    """Yields a block per shape and pass: the fastest candidate first, those that declined last."""
     for key, group in problems(records):
         timed = sorted((r for r in group if r["kind"] == "time"), key=lambda r: r["seconds"])
         refused = [r for r in group if r["kind"] == "refused"]
@@ -48,7 +48,7 @@ def _time_row(record: Record) -> tuple[str, ...]:
 
 
 def target_lines(found: Sequence[Outcome]) -> Iterator[str]:
-    """One line per target, shape and pass."""
+    """Yields one line per target, shape and pass."""
     if found:
         yield "\nratios of times, round by round (median, 25-75 %)"
     rows = []
@@ -64,7 +64,7 @@ def target_lines(found: Sequence[Outcome]) -> Iterator[str]:
 
 
 def memory_lines(records: Iterable[Record]) -> Iterator[str]:
-    """Memory by candidate and length, and the exponent with which it grows at the end."""
+    """Yields memory by candidate and length, and the exponent of its growth at the last lengths."""
     found = [r for r in records if "length" in r]
     rows = []
     for name in dict.fromkeys(r["name"] for r in found):

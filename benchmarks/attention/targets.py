@@ -1,4 +1,4 @@
-"""Targets: ratios of times that the GPU kernels must reach, and whether records show them."""
+"""Targets: ratios of times that the GPU kernels must reach, and whether records reach them."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,13 +11,13 @@ _FORWARD, _BOTH = "forward", "forward+backward"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """At most `limit` times the time of another candidate, in the same run.
+    """A candidate must take at most `limit` times the time of another one in the same run.
 
     Attributes:
-      name: the candidate.
-      other: pattern of the other candidate: the fastest that matches.
-      limit: upper bound of the ratio of times.
-      passes: where it is demanded; on other passes the ratio is only reported.
+      name: the candidate's name.
+      other: a pattern; the other candidate is the fastest that matches.
+      limit: the upper bound of the ratio of times.
+      passes: the passes on which the target is demanded. On others the ratio is only reported.
     """
 
     name: str
@@ -29,7 +29,8 @@ class Target:
 TARGETS = (
     Target("gpu flash", "jax pallas *", 1.0, (_FORWARD, _BOTH)),
     Target("gpu flash dynamic_max", "gpu flash", 1.03),
-    # Two roundings more than the preset had, in steps of 512 keys, which form S twice.
+    # `published` makes two roundings more than it once did, in steps of 512 keys, which compute S
+    # twice.
     Target("gpu published", "gpu flash", 1.45),
     Target("gpu published", "gpu published kv_block=64", 1.6, (_FORWARD,)),
     Target("gpu published", "gpu published kv_block=64", 1.25),
@@ -43,7 +44,7 @@ TARGETS = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A target on one shape and pass; `ratio` is None where a candidate was not timed."""
+    """A target on one shape and pass; `ratio` is None if a candidate was not timed."""
 
     target: Target
     shape: str
@@ -54,14 +55,14 @@ class Outcome:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target holds; None where it is only reported, or was not timed."""
+        """Whether the target holds; None if it is only reported, or was not timed."""
         if self.ratio is None or self.pass_name not in self.target.passes:
             return None
         return self.ratio <= self.target.limit
 
 
 def outcomes(records: Iterable[Record]) -> Iterator[Outcome]:
-    """Every target on every named shape and pass in the records."""
+    """Yields the outcome of every target on every named shape and pass in the records."""
     for key, group in problems(records):
         if key["shape"] not in SHAPES:
             continue
@@ -79,6 +80,6 @@ def _outcome(target: Target, key: Record, group: Sequence[Record]) -> Outcome:
 
 
 def all_met(found: Sequence[Outcome]) -> bool:
-    """Whether every demanded target holds on every shape and pass, none left out."""
+    """Whether every demanded target holds on every shape and pass; a missing one does not."""
     demanded = {(t, shape, name) for t in TARGETS for shape in SHAPES for name in t.passes}
     return demanded <= {(o.target, o.shape, o.pass_name) for o in found if o.met}

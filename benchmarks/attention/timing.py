@@ -1,4 +1,4 @@
-"""Takes samples of time of every candidate in turn, so that ratios belong to one run."""
+"""Takes time samples of every candidate in turn, so that ratios belong to one run."""
 
 import dataclasses
 import random
@@ -22,8 +22,9 @@ class Timed:
     """A candidate that is compiled and ready to be timed.
 
     Attributes:
-      results: runs it once; O, and dQ, dK, dV of a backward pass, as JAX arrays [B, T, N, H].
-      seconds: takes one sample, in seconds per call.
+      results: runs it once and returns O, and dQ, dK and dV if there is a backward pass, as JAX
+        arrays [B, T, N, H].
+      seconds: takes one sample and returns the seconds per call.
       method: how a sample is taken, in words.
     """
 
@@ -33,21 +34,24 @@ class Timed:
 
 
 class Candidate(Protocol):
-    """An implementation of attention under its name."""
+    """An implementation of attention, with a name."""
 
     @property
     def name(self) -> str:
         """The name in tables and records."""
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
-        """Compiles it for q, k, v, dO; a sample is `calls` calls. Raises where it declines."""
+        """Compiles it for q, k, v, dO and samples of `calls` calls; raises if it declines."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JaxCandidate:
-    """Attention as a JAX function, chosen per problem; `attention` raises where it declines.
+    """Attention as a JAX function.
 
-    `options`: of the compiler, as `jax.stages.Lowered.compile` takes them.
+    Attributes:
+      name: the name in tables and records.
+      attention: returns the function for a problem, or raises if it declines the problem.
+      options: compiler options, as `jax.stages.Lowered.compile` takes them.
     """
 
     name: str
@@ -55,7 +59,7 @@ class JaxCandidate:
     options: Mapping[str, str | bool] | None = None
 
     def function(self, problem: Problem) -> Callable[..., Results]:
-        """(q, k, v, dO) -> (O,) or (O, dQ, dK, dV)."""
+        """Returns a function (q, k, v, dO) -> (O,) or (O, dQ, dK, dV)."""
         attend = self.attention(problem)
 
         def forward(q: Array, k: Array, v: Array, do: Array) -> Results:
@@ -93,11 +97,11 @@ def in_one_program(
 
 
 def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Results]:
-    """The function called `calls` times, one after the other, in one program.
+    """Returns a program that calls the function `calls` times, one call after the other.
 
-    It leaves out the host's work for a call, which would hide kernels of less than some 100 µs.
-    A barrier makes the inputs of a call depend on the results of the one before, and costs nothing
-    itself. So the compiler can neither hoist a call out of the loop nor merge or overlap two.
+    This excludes the host's work for a call, which would hide kernels of less than about 100 µs. A
+    barrier makes the inputs of a call depend on the results of the call before, and costs nothing
+    itself. The compiler can then neither hoist a call out of the loop nor merge or overlap two.
     """
 
     def program(*inputs: Array) -> Results:
@@ -114,10 +118,11 @@ def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Result
 
 
 def interleave(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """`rounds` samples of each, in seconds per call.
+    """Takes `rounds` samples of each candidate, in seconds per call.
 
-    Every round takes one sample of each in a new random order. So drifts (of the clock, by heat or
-    other programs) meet all alike, and sample i of one may be divided by sample i of another.
+    Every round takes one sample of each candidate, in a new random order. Drifts of the clock, due
+    to heat or other programs, then affect all candidates alike, and sample i of one may be divided
+    by sample i of another.
     """
     samples: dict[str, list[float]] = {name: [] for name in timed}
     names, order = list(timed), random.Random(0)

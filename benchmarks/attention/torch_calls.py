@@ -1,4 +1,4 @@
-"""Calls of PyTorch, in the same process and on the same inputs as those of JAX."""
+"""Times calls of PyTorch, in JAX's process and on JAX's inputs."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,25 +20,26 @@ def queued(
     heads_first: bool = False,
     mode: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Timed:
-    """All calls of a sample are queued between two CUDA events.
+    """Prepares PyTorch calls; all calls of a sample are queued between two CUDA events.
 
     Args:
-      attend: (q, k, v) -> o, PyTorch tensors; `torch.autograd` does the backward pass.
-      problem: whether there is one.
-      inputs: q, k, v, dO, [B, T, N, H].
-      calls: in a sample.
-      heads_first: `attend` takes and returns [B, N, T, H].
-      mode: the settings of PyTorch within which calls are made.
+      attend: takes and returns PyTorch tensors, (q, k, v) -> O; `torch.autograd` computes the
+        backward pass.
+      problem: says whether there is a backward pass.
+      inputs: q, k, v and dO [B, T, N, H].
+      calls: the number of calls in a sample.
+      heads_first: whether `attend` takes and returns [B, N, T, H].
+      mode: makes a context, with settings of PyTorch, within which calls are made.
 
     Raises:
-      ImportError, RuntimeError: no PyTorch with CUDA here, or `attend` declines.
+      ImportError, RuntimeError: there is no PyTorch with CUDA here, or `attend` declines.
     """
     import torch
 
     def swapped(x: Any) -> Any:
         return x.transpose(1, 2) if heads_first else x
 
-    jax.block_until_ready(inputs)  # PyTorch reads the same memory on a stream of its own
+    jax.block_until_ready(inputs)  # PyTorch reads the same memory on its own stream
     q, k, v, do = (swapped(torch.from_dlpack(x)) for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(problem.backward)

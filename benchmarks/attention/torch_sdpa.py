@@ -1,4 +1,4 @@
-"""PyTorch's scaled dot product attention."""
+"""PyTorch's scaled dot product attention as candidates."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ class TorchCandidate:
     """One backend of `torch.nn.functional.scaled_dot_product_attention` on a CUDA GPU.
 
     Attributes:
-      name: what tables and records call it.
-      backend: a name of `torch.nn.attention.SDPBackend`.
-      deterministic: gradients with the same bits on every run, where the backend has such a mode.
+      name: the name in tables and records.
+      backend: the name of a member of `torch.nn.attention.SDPBackend`.
+      deterministic: whether gradients have the same bits on every run, if the backend can do so.
     """
 
     name: str
@@ -37,12 +37,12 @@ class TorchCandidate:
 
     @contextlib.contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Within it PyTorch takes this backend, in this mode."""
+        """Makes PyTorch take this backend, in this mode, within the block."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         filled = torch.utils.deterministic.fill_uninitialized_memory
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed too
+        torch.utils.deterministic.fill_uninitialized_memory = False  # filling would be timed too
         torch.use_deterministic_algorithms(self.deterministic)
         try:
             with sdpa_kernel(getattr(SDPBackend, self.backend)):
@@ -53,7 +53,7 @@ class TorchCandidate:
 
 
 def torch_candidates() -> list[TorchCandidate]:
-    """FlashAttention-2 and cuDNN as PyTorch brings them, and in their deterministic modes."""
+    """Returns PyTorch's FlashAttention-2 and cuDNN, by default and in their deterministic modes."""
     return [
         TorchCandidate("torch flash", "FLASH_ATTENTION"),
         TorchCandidate("torch cudnn", "CUDNN_ATTENTION"),

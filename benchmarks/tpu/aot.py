@@ -1,7 +1,7 @@
-"""Compiles attention for a TPU on a host without one, and reads the schedules that come out.
+"""Compiles attention for a TPU on a host without one, and reads the resulting schedules.
 
-libtpu (`pip install libtpu`, the extra `tpu-compile`) holds the compiler of every generation. It
-takes its options from the environment when it is loaded, so a process of its own compiles:
+libtpu (`pip install libtpu`, the extra `tpu-compile`) contains the compiler of every generation. It
+reads its options from the environment when it is loaded, so a separate process compiles:
 
     schedules = aot.compile_calls([aot.Call(generation="v5e")])
 """
@@ -41,7 +41,7 @@ TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
 }
 
-# All passes together take four times as long to write as the compiler takes to run.
+# Only some passes are dumped: writing all of them takes four times the compiler's own time.
 _DUMP = f"--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(PASSES)}"
 
 
@@ -51,12 +51,15 @@ class Call:
 
     Attributes:
       generation: one of TOPOLOGIES.
-      kernel: `ours`, or a peer in JAX: `splash`, `flash_attention`. Peers take no numerics.
+      kernel: `ours`, or a peer in JAX, `splash` or `flash_attention`. Peers take no numerics.
       preset, points, row_max: the arithmetic; `points` are changes to the preset.
       batch, length, keys, heads, kv_heads, head_size: B, T, S (None: T), N, K, H.
-      dtype: of q, k, v.
+      dtype: the dtype of q, k and v.
       has_lengths: whether there are query and key lengths.
-      tile: query rows and keys of every kernel's tile; None: the default.
+      window: (left, right), the keys that a row sees around its own position; None for all.
+      has_segments: whether there are segment ids.
+      has_mask: whether there is a mask.
+      tile: query rows and keys of every kernel's tile; None for the default.
     """
 
     generation: str
@@ -96,7 +99,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of a call: the schedule of each kernel, or why it does not compile."""
+    """The outcome of a call: the schedule of each kernel, or the error of the compiler."""
 
     schedules: dict[str, Schedule]
     error: str | None
@@ -104,11 +107,11 @@ class Result:
 
 
 def compile_calls(calls: Sequence[Call], *, timeout: float = 600.0) -> list[Result]:
-    """Compiles each call, forward and backward, in a process of its own.
+    """Compiles the calls, forward and backward, in one separate process.
 
     Args:
-      calls: what to compile.
-      timeout: seconds for all of them.
+      calls: the calls to compile.
+      timeout: the seconds for all of them together.
 
     Raises:
       RuntimeError: the process failed as a whole.
@@ -185,7 +188,7 @@ def _peer(call: Call) -> Callable[..., Array]:
 
 
 def _compiled(calls: list[Call], folder: Path) -> Iterator[dict[str, Any]]:
-    """Compiles in this process; libtpu dumps to `folder`."""
+    """Compiles the calls in this process, where libtpu dumps to `folder`; yields JSON records."""
     for call in calls:
         start, error, schedules = time.perf_counter(), None, {}
         try:

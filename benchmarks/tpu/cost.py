@@ -1,16 +1,16 @@
-"""The cost of attention on TPUs by the compiler's own schedules, on a host without one.
+"""Estimates the cost of attention on TPUs from the compiler's schedules, on a host without a TPU.
 
     python -m benchmarks.tpu.cost --generations v5e v6e --shapes gpt2 long64 --out FILE
 
-Every kernel is compiled (`aot`). The cost of a call is the number of bundles along its path, one
-per cycle, times how often the grid runs them: forward, dQ and dK/dV. It is the compiler's estimate
-and no measurement. Waits for memory, between programs of a grid and for operations around the
-kernels are not in it.
+Every kernel is compiled (`aot`). The cost of a call is the number of bundles along the path of each
+kernel (forward, dQ, dK/dV), one per cycle, times the number of times that the grid runs them. It is
+the compiler's estimate and not a measurement. It leaves out waits for memory, the time between
+programs of a grid, and the operations around the kernels.
 
-Splash attention and `flash_attention` of JAX are compiled the same way, each with the best of
-`TILES` for the shape. Ours runs with its default tiles, which are the best of a run with `--tiles`
-for every one of them. Softmax steps of several tiles, and those that the rule `published` takes
-above the diagonal, are not covered.
+JAX's splash attention and `flash_attention` are compiled in the same way, each with the best of
+`TILES` for the shape. Our kernels have their default tiles. These are the best ones of a run with
+`--tiles`, which tries all of them. Softmax steps of several tiles, and the steps that the rule
+`published` takes above the diagonal, are not covered.
 """
 
 import argparse
@@ -31,12 +31,13 @@ from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
 from lowprec_attn.tables import columns
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile, block_sizes_of
 
-# Query rows and keys of a tile that are tried for peers, and for ours with `--tiles`.
+# The tiles (query rows, keys) that are tried for peers, and with `--tiles` for our kernels.
 TILES = ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
 
 PEERS = ("splash", "flash_attention")
 
-# Parts of the kernels' names, ours and the peers'; of `delta`, which few presets need, ours alone.
+# Parts of the kernels' names, ours and the peers'. Only ours have a kernel `delta`, which few
+# presets need.
 _PASSES = {
     "forward": ("attention_forward", "splash_mha_fwd", "jvp_jit_flash_attention"),
     "delta": ("attention_delta",),
@@ -50,10 +51,12 @@ class Visits:
     """How often a causal grid of one head runs the parts of a kernel.
 
     Attributes:
-      tiles: by block of code: tiles below the diagonal, and tiles that the diagonal cuts. Where a
-        tile holds several softmax steps, these two for each of them in turn.
-      owners: tiles of queries, or of keys for dK and dV: each begins and finishes a sum.
-      steps: programs of the grid, those above the diagonal included.
+      tiles: the runs of each block of code: the number of tiles below the diagonal, and the number
+        of tiles that the diagonal cuts. If a tile holds several softmax steps, these two numbers
+        for each step in turn.
+      owners: the number of tiles of queries, or of keys for dK and dV. Each begins and finishes a
+        sum.
+      steps: the number of programs of the grid, including those above the diagonal.
     """
 
     tiles: tuple[int, ...]
@@ -62,7 +65,14 @@ class Visits:
 
     @classmethod
     def of(cls, length: int, tile: Tile, kernel: str, step: int | None = None) -> "Visits":
-        """The visits of T × T scores in tiles, for one of `_PASSES`; step: keys, None: a tile."""
+        """Counts the visits of T × T scores in tiles.
+
+        Args:
+          length: T.
+          tile: the tile's query rows and keys.
+          kernel: one of `_PASSES`.
+          step: the keys of a softmax step; None for one step per tile.
+        """
         step = step or tile.kv
         rows, keys = (-(-length // size) for size in (tile.query, tile.kv))
         full, cut = ([0] * (tile.kv // step) for _ in range(2))
@@ -76,10 +86,10 @@ class Visits:
 
 
 def kernel_of(name: str) -> str:
-    """Which of `_PASSES` a compiled kernel is.
+    """Returns which of `_PASSES` a compiled kernel is.
 
     Raises:
-      ValueError: none of them.
+      ValueError: it is none of them.
     """
     for kernel, parts in _PASSES.items():
         if any(part in name for part in parts):
@@ -88,9 +98,9 @@ def kernel_of(name: str) -> str:
 
 
 def tiles_of(call: Call) -> dict[str, Tile]:
-    """The tile of each kernel."""
+    """Returns the tile of each kernel of a call."""
     if call.kernel != "ours":
-        assert call.tile is not None  # `_peer_calls` gives them
+        assert call.tile is not None  # `_calls` gives one to every peer
         return dict.fromkeys(_PASSES, Tile(query=call.tile[0], kv=call.tile[1]))
     given = call.spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)
@@ -103,7 +113,7 @@ def tiles_of(call: Call) -> dict[str, Tile]:
 
 
 def cycles(call: Call, schedules: dict[str, Schedule]) -> dict[str, int]:
-    """Bundles that a call issues, by kernel."""
+    """Returns the bundles that a call issues, by kernel."""
     tiles, programs = tiles_of(call), call.batch * call.heads
     result = {}
     for name, schedule in schedules.items():
@@ -116,14 +126,14 @@ def cycles(call: Call, schedules: dict[str, Schedule]) -> dict[str, int]:
 
 
 def _step_of(call: Call, forward: Tile) -> int:
-    """Keys of a softmax step, as many as a tile has at most."""
+    """Returns the keys of a softmax step, at most those of a tile."""
     if call.kernel != "ours":
         return forward.kv
     return min(call.spec.numerics.step_of(call.length, forward.kv), forward.kv)
 
 
 def record_of(call: Call, shape: str, result: Result) -> Record:
-    """One call as a JSON line."""
+    """Returns the record of one call, for a JSON line."""
     record: Record = {
         "kind": "cost" if result.error is None else "refused",
         "generation": call.generation,
@@ -169,7 +179,7 @@ def _calls(generation: str, args: argparse.Namespace) -> Iterator[tuple[str, Cal
 
 
 def measure(generation: str, args: argparse.Namespace) -> list[Record]:
-    """Compiles everything asked for on one generation."""
+    """Compiles all requested calls for one generation, and returns their records."""
     named = list(_calls(generation, args))
     different = list(dict.fromkeys(_compiled_call(call) for _, call in named))
     results = dict(zip(different, compile_calls(different, timeout=3600), strict=True))
@@ -178,17 +188,18 @@ def measure(generation: str, args: argparse.Namespace) -> list[Record]:
 
 
 def _compiled_call(call: Call) -> Call:
-    """The call that is compiled for all lengths: schedules are the same, grids differ in size.
+    """Returns the call that is compiled in place of a call with another batch, length and heads.
 
-    Its arrays are too large for XLA to keep in VMEM whole.
+    Their schedules are the same, and only their grids differ in size. The arrays of the compiled
+    call are too large for XLA to keep whole in VMEM.
     """
-    # Default tiles depend on whether there are 8192 keys.
+    # Default tiles depend on whether there are at least 8192 keys.
     length = 8192 if call.tile is None and call.length >= 8192 else 2048
     return dataclasses.replace(call, batch=2**18 // length, length=length, heads=1, kv_heads=1)
 
 
 def _best_tiles(records: Iterable[Record]) -> Iterator[Record]:
-    """The record of least cost of each peer and shape, and all of ours."""
+    """Yields the record with the least cost of each peer and shape, and all of our records."""
     best: dict[tuple[str, str], Record] = {}
     rest = []
     for record in records:
@@ -207,7 +218,7 @@ def _total(record: Record) -> int:
 
 
 def environment() -> Record:
-    """Versions, date and command."""
+    """Returns versions, date and command."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     return {
         "kind": "environment",
@@ -224,8 +235,8 @@ _HEADING = (
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The table: million cycles, ratios to splash, and the most VMEM that a kernel takes."""
-    records = sorted(records, key=_place)  # stable
+    """Yields the table: million cycles, ratios to splash, and the most VMEM that a kernel takes."""
+    records = sorted(records, key=_place)  # the sort is stable
     for (generation, shape), group in itertools.groupby(records, _place):
         rows = list(group)
         yield f"\n{generation} {shape}: million cycles by the compiler's schedule"
@@ -240,7 +251,7 @@ def _place(record: Record) -> tuple[str, str]:
 
 
 def _row(record: Record, splash: Record) -> list[str]:
-    """The cells of a record, under `_HEADING`."""
+    """Returns the cells of a record, under `_HEADING`."""
     name = record["kernel"]
     if name == "ours":
         steps = "" if record["kv_block"] is None else f", {record['kv_block']} keys"
@@ -256,7 +267,7 @@ def _row(record: Record, splash: Record) -> list[str]:
 
 
 def main() -> None:
-    """See the module."""
+    """Compiles, prints the table and writes the records; see the module."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tpu.cost",
         description=__doc__,
@@ -274,7 +285,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="every tile of TILES, none left out")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
     args = parser.parse_args()
-    with ThreadPoolExecutor(2) as pool:  # each generation compiles in a process of its own
+    with ThreadPoolExecutor(2) as pool:  # each generation compiles in a separate process
         parts = pool.map(lambda generation: measure(generation, args), args.generations)
         records = [record for part in parts for record in part]
     for line in lines(records):

@@ -1,4 +1,4 @@
-"""Attention kernels for TPUs that come with JAX, to compare schedules with: causal, one tile."""
+"""JAX's own attention kernels for TPUs, causal and with one tile, to compare schedules with."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Attend = Callable[[Array, Array, Array], Array]
 
 
 def _heads_first(attend: Attend) -> Attend:
-    """Peers take [B, N, T, H]."""
+    """Makes a peer, which takes [B, N, T, H], take [B, T, N, H]."""
 
     def transposed(q: Array, k: Array, v: Array) -> Array:
         return attend(*(x.transpose(0, 2, 1, 3) for x in (q, k, v))).transpose(0, 2, 1, 3)
@@ -25,13 +25,13 @@ def _heads_first(attend: Attend) -> Attend:
 
 
 def splash(length: int, heads: int, scale: float, tile: tuple[int, int]) -> Attend:
-    """Splash attention of [B, T, N, H], causal; q is scaled outside the kernel.
+    """Returns causal splash attention of [B, T, N, H]; q is scaled outside the kernel.
 
     Args:
       length: T.
       heads: N.
-      scale: factor of q kᵀ.
-      tile: query rows and keys of the tiles of all three kernels.
+      scale: the factor of q kᵀ.
+      tile: the query rows and keys of the tiles of all three kernels.
     """
     q, kv = tile
     sizes = splash_attention_kernel.BlockSizes(
@@ -52,7 +52,7 @@ def splash(length: int, heads: int, scale: float, tile: tuple[int, int]) -> Atte
 
 
 def flash(scale: float, tile: tuple[int, int]) -> Attend:
-    """`flash_attention` of [B, T, N, H], causal; arguments as of `splash`."""
+    """Returns causal `flash_attention` of [B, T, N, H]; `splash` explains the arguments."""
     q, kv = tile
     sizes = flash_attention.BlockSizes(
         block_q=q,

@@ -1,8 +1,8 @@
 """Reads the schedule of a kernel: the final bundles that libtpu writes on request.
 
-A bundle is one instruction word, issued in one cycle. So the number of bundles along a path is the
-compiler's own estimate of its cycles, without waits for memory. A compiled kernel is one loop over
-its grid, in which `pl.when` becomes a branch over the bundles that it guards.
+A bundle is one instruction word, which is issued in one cycle. The number of bundles along a path
+is therefore the compiler's own estimate of its cycles, without waits for memory. A compiled kernel
+is one loop over its grid. In it, `pl.when` becomes a branch over the bundles that it guards.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# What is read of the compiler's passes: the code, and the memory that it was given.
+# The compiler passes that are read: one has the code, the other its memory allocations.
 PASSES = ("final_bundles", "post-delay-converter")
 
 _BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(LB|LH|PB|PF|CT|LE)?\s*:[ >]*\{")
 _LOOP = re.compile(r"^\s*0x[0-9a-f]+\s+LB: ", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel \(")
-# A register of float32 becomes bfloat16, and back where the value stays float32. Stochastic
+# A register of float32 is converted to bfloat16, and back if the value stays float32. Stochastic
 # rounding adds random bits and clears the lower half of the sum.
 _CONVERSION = re.compile(
     r"= (vpack\.c\.bf16|vunpack\.c\.[lh]\.bf16|vcvt\.\S+|vand\.u32 4294901760)"
@@ -27,11 +27,11 @@ _ALLOCATION = re.compile(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Bundles between two branches.
+    """The bundles between two branches.
 
     Attributes:
-      bundles: how many.
-      matmuls: matrix unit instructions in them, without loads of weights.
+      bundles: the number of bundles.
+      matmuls: the number of matrix unit instructions in them, without loads of weights.
       guarded: whether a `pl.when` decides if they run.
     """
 
@@ -45,10 +45,11 @@ class Schedule:
     """A compiled kernel.
 
     Attributes:
-      blocks: the grid's loop, in the order of the code.
-      conversions: instructions that convert to or from bfloat16, or round to it, by name.
-      vmem: bytes of VMEM that the kernel allocates, spilled registers included; without windows
-        on arrays that XLA keeps in VMEM whole because they are small.
+      blocks: the blocks of the grid's loop, in the order of the code.
+      conversions: the number of instructions that convert to or from bfloat16, or round to it, by
+        name.
+      vmem: the bytes of VMEM that the kernel allocates, including spilled registers. Windows on
+        small arrays that XLA keeps whole in VMEM are not counted.
     """
 
     blocks: tuple[Block, ...]
@@ -57,25 +58,28 @@ class Schedule:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The schedule as JSON holds it."""
+        """The schedule as values of JSON."""
         blocks = [dataclasses.astuple(block) for block in self.blocks]
         return {"blocks": blocks, "conversions": dict(self.conversions), "vmem": self.vmem}
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Schedule":
-        """The schedule of a `record`."""
+        """Makes the schedule from its `record`."""
         blocks = tuple(Block(*block) for block in record["blocks"])
         return cls(blocks, Counter(record["conversions"]), record["vmem"])
 
     def cycles(self, *, tiles: tuple[int, ...], owners: int, steps: int) -> int:
-        """Bundles issued by a whole grid.
+        """Returns the bundles that a whole grid issues.
 
         Args:
-          tiles: how often each guarded block with products runs: tiles seen in full, tiles that
-            are masked; for each softmax step of a tile. A kernel with one such block runs it for
-            their sum.
-          owners: how often the other guarded blocks run: those that begin and finish a sum.
-          steps: programs of the grid.
+          tiles: how often each guarded block with products runs: the number of tiles seen in full
+            and the number of masked tiles, for each softmax step of a tile. If a kernel has only
+            one such block, it runs for their sum.
+          owners: how often the other guarded blocks run, which begin and finish a sum.
+          steps: the number of programs of the grid.
+
+        Raises:
+          ValueError: the number of blocks with products does not fit `tiles`.
         """
         bodies = [block for block in self.blocks if block.guarded and block.matmuls]
         if len(bodies) == 1:
@@ -92,7 +96,7 @@ class Schedule:
 
 
 def read_schedules(folder: Path) -> dict[str, Schedule]:
-    """The Pallas kernels in a folder that libtpu dumped to, by the name of their operation."""
+    """Reads the Pallas kernels that libtpu dumped to a folder, by the name of their operation."""
     result = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         text = path.read_text()
@@ -108,10 +112,10 @@ def read_schedules(folder: Path) -> dict[str, Schedule]:
 
 
 def _blocks(text: str) -> tuple[Block, ...]:
-    """The blocks of the loop over the grid; what comes before it runs once."""
+    """Returns the blocks of the loop over the grid, without the code before it, which runs once."""
     blocks: list[Block] = []
     lines: list[str] = []
-    guarded = False  # whether a branch may jump over the lines collected now
+    guarded = False  # whether a branch may jump over the lines that are being collected
 
     def finish(*, guarded: bool) -> None:
         if lines:
@@ -126,7 +130,7 @@ def _blocks(text: str) -> tuple[Block, ...]:
         in_loop = in_loop or bundle[1] == "LB"
         if not in_loop:
             continue
-        if bundle[1] is not None:  # a target of branches: what they jump over ends here
+        if bundle[1] is not None:  # a target of branches, where the code that they jump over ends
             finish(guarded=guarded)
             guarded = False
         lines.append(line)
@@ -139,7 +143,7 @@ def _blocks(text: str) -> tuple[Block, ...]:
 
 def _vmem(text: str) -> int:
     spans = [(int(offset, 16), int(size, 16)) for size, offset in _ALLOCATION.findall(text)]
-    if not spans:  # a single tile, whose sums stay in registers and whose arrays are in VMEM whole
+    if not spans:  # a single tile: its sums stay in registers, its arrays are whole in VMEM
         return 0
-    # The kernel's own memory begins where the arrays end that XLA put into VMEM for other reasons.
+    # The kernel's own memory begins after the arrays that XLA put into VMEM for other reasons.
     return max(sum(span) for span in spans) - min(offset for offset, _ in spans)

@@ -1,5 +1,5 @@
-"""Tuning: the tiles of GPU kernels, each kernel timed alone.
+"""Tuning: times the tiles of GPU kernels, each kernel alone.
 
-`sweep.py` times; `gpu.py` and `hopper.py` have the tiles and the inputs of their kernels. The
-command is `python -m benchmarks.tune`.
+`sweep.py` takes the times. `gpu.py` and `hopper.py` have the tiles and the inputs of their kernels.
+The command is `python -m benchmarks.tune`.
 """

@@ -1,16 +1,17 @@
-"""Times tiles of each GPU kernel on the device at hand; `block_sizes` has its table from here.
+"""Times tiles of each GPU kernel on this device; the tables of `block_sizes` come from here.
 
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
     python -m benchmarks.tune --implementation hopper --shapes gpt2 long64 long128 --out FILE
     python -m benchmarks.tune --implementation hopper --unordered --shapes gpt2 long64 long128
     python -m benchmarks.tune --implementation hopper --rules dynamic_max --vary tests_ties
 
-Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
-kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,
-or whose results are not those of the table's, has the reason.
+Each kernel is timed alone, with all its tiles in turn, round after round. The fastest tiles of each
+kernel are printed, together with the table's own tile. The records hold every tile. A tile that the
+compiler refuses, or whose results differ from those of the table's tile, is recorded with the
+reason.
 
 Every preset is tried with the first rule, and the first preset with every rule. A kernel is timed
-again only where it sees a difference: dK's and dV's, say, sees no row-max rule.
+again only if it sees a difference. For example, the kernel of dK and dV sees no row-max rule.
 """
 
 import argparse
@@ -31,12 +32,12 @@ from lowprec_attn.tables import columns
 
 _PROGRAM = "python -m benchmarks.tune"
 
-# Random bits, which some presets need, are no input of a kernel here.
+# Presets that need random bits are left out, since the kernels here take no random bits as input.
 _PRESETS = [name for name, n in PRESETS.items() if not (n.normalize_probs or n.needs_bits)]
 
 
 def main() -> int:
-    """Sweeps, prints, writes; returns the exit code."""
+    """Times the tiles, prints tables and writes records; returns the exit code."""
     args = _arguments()
     try:
         _run(args)
@@ -95,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
     if jax.default_backend() != "gpu":
         raise RunError("tiles are timed on a GPU, and JAX finds none here")
     calls = list(_calls(args))
-    for call in calls:  # before the first is timed
+    for call in calls:  # all calls are checked before the first is timed
         call.check()
     records: list[Record] = [environment(_PROGRAM)]
     for call, kernels in differing(calls, args.kernels):
@@ -103,11 +104,11 @@ def _run(args: argparse.Namespace) -> None:
             print(table(part, args.shown), flush=True)
             records += part
             if args.out:
-                write(args.out, records)  # so that a run that is stopped leaves what it has
+                write(args.out, records)  # a run that is stopped leaves what it has measured
 
 
 def _calls(args: argparse.Namespace) -> Iterator[Call]:
-    """Every preset with the first rule, and the first preset with every rule."""
+    """Yields calls of every preset with the first rule, and of the first preset with every rule."""
     pairs = [(preset, args.rules[0]) for preset in args.presets]
     pairs += [(args.presets[0], rule) for rule in args.rules[1:]]
     for shape, (preset, rule) in itertools.product(args.shapes, pairs):
@@ -121,7 +122,7 @@ def _calls(args: argparse.Namespace) -> Iterator[Call]:
 
 
 def table(records: Sequence[Record], shown: int) -> str:
-    """The fastest tiles of one kernel, and the one that `block_sizes` has."""
+    """Returns a table of the fastest tiles of one kernel, and of the tile in `block_sizes`."""
     tile = IMPLEMENTATIONS[records[0]["implementation"]].TILES[records[0]["kernel"]]
     fields = [field.name for field in dataclasses.fields(tile)]
     named = ("shape", "preset", "row_max", "kernel")

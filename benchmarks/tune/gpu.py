@@ -1,4 +1,4 @@
-"""The general GPU kernels as `sweep` times them: their tiles, inputs and functions."""
+"""The general GPU kernels for `sweep`: their tiles, inputs and functions."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,18 +28,21 @@ RULES = ("standard",)
 STAGES = (1, 2, 3, 4)
 TILES = dict.fromkeys(("forward", "query_gradients", "key_gradients"), Tile)
 
-# With fewer scores per thread a tile is too small for its warps, with more it does not fit into
+# With fewer scores per thread, a tile is too small for its warps. With more, it does not fit into
 # the registers.
 _SCORES_PER_THREAD = range(16, 65)
 
 
 def table(q: Array, spec: Spec) -> BlockSizes:
-    """The tiles of `block_sizes`."""
+    """Returns the tiles of `block_sizes`."""
     return attention.block_sizes(q, spec)
 
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
-    """64 or 128 of what a program owns by 32 to 128, at any head size."""
+    """Yields tiles of 64 or 128 rows that a program owns by 32 to 128 in a step.
+
+    They are the same at every head size.
+    """
     for owned, step, warps in itertools.product((64, 128), (32, 64, 128), (4, 8)):
         if owned * step // (32 * warps) not in _SCORES_PER_THREAD:
             continue
@@ -48,12 +51,18 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
 
 
 def sees(kernel: str, spec: Spec) -> Hashable:
-    """All numerics; the backward kernels, which have lse, no row-max rule."""
+    """Returns what a kernel sees: the numerics and, in the forward kernel, the row-max rule.
+
+    The backward kernels do not see the rule, because they take lse.
+    """
     return spec.numerics, spec.row_max if kernel == "forward" else None
 
 
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
-    """q, k, v, dO [B, T, N, H] and the two offsets [B, N, T] of `Operands`."""
+    """Returns q, k, v, dO [B, T, N, H] and the two offsets [B, N, T] of `Operands`.
+
+    They are followed by `inverse_l` [B, N, T] if m and l are kept apart.
+    """
     problem = _problem(q, k, spec, sizes, "forward")
     out = forward(q, k, v, Scalars(), problem)
     delta = delta_from_output(do, out.o, spec.numerics, q.dtype)[..., 0].transpose(0, 2, 1)
@@ -63,7 +72,7 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
-    """One kernel as a function of `inputs`."""
+    """Returns one kernel as a function of `inputs`."""
 
     def run(q: Array, k: Array, v: Array, do: Array, *offsets: Array) -> Results:
         problem, scalars = _problem(q, k, spec, sizes, kernel), Scalars()

@@ -1,4 +1,4 @@
-"""The Hopper kernels as `sweep` times them: their tiles, inputs and functions."""
+"""The Hopper kernels for `sweep`: their tiles, inputs and functions."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,8 @@ TILES: dict[str, type[Tile]] = {
     "key_gradients": BackwardTile,
 }
 
-# None, those that begin a step, those held from the end of a step on, and products of two steps.
+# No ping-pong; turns that cover the products that begin a step; turns held from the products that
+# end a step on; and turns in which the products of two steps start.
 _PING_PONGS: tuple[dict[str, bool], ...] = (
     {},
     {"ping_pong": True},
@@ -58,24 +59,24 @@ _PING_PONGS: tuple[dict[str, bool], ...] = (
 )
 
 
-# Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
-# for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
-# softmax, which made it a third slower.
+# Registers per thread, by the number of consumer warpgroups: all registers of a thread, less about
+# 32 for addresses, masks and rows. One warpgroup is not tried, because nothing then multiplies
+# during its softmax, which made it a third slower.
 _REGISTERS = {2: 232 - 32, 3: 160 - 32}
 
-# Of a program, less 2 KiB for barriers and row statistics.
+# The shared memory of a program, less 2 KiB for barriers and row statistics.
 _SHARED_BYTES = 232_448 - 2048
 
-_THREADS = 128  # of a warpgroup
+_THREADS = 128  # threads of a warpgroup
 
 
 def table(q: Array, spec: Spec) -> BlockSizes:
-    """The tiles of `block_sizes`, or those that the call names."""
+    """Returns the tiles of `block_sizes`, or those that the call names."""
     return block_sizes(q.shape, spec)
 
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
-    """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
+    """Yields the tiles of two or three warpgroups that fit in registers and shared memory."""
     for tile in _candidates(kernel, spec, stages):
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[tile.warpgroups]:
             continue
@@ -89,7 +90,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
 
 
 def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
-    """Every tile that can be made of the sizes and switches to try."""
+    """Yields every tile that can be made of the sizes and switches to try."""
     sizes: list[dict[str, Any]] = [
         {"warpgroups": warpgroups, "step": step, "stages": n, "owned_stages": owned}
         for warpgroups, step, n, owned in itertools.product(_REGISTERS, STEPS, stages, (1, 2))
@@ -97,7 +98,7 @@ def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile
     in_long_steps = rounds_products(spec.numerics)
     if kernel == "forward":
         counts = isinstance(spec.row_max, DynamicMax) and not in_long_steps
-        if in_long_steps:  # without ping-pong, an earlier wait, tests for ties
+        if in_long_steps:  # long steps have no ping-pong, no early wait and no tests for ties
             switches = _all(longest_first=(False, True), halved=(False, True))
         else:
             switches = _all(
@@ -109,7 +110,8 @@ def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile
             )
         of: type[Tile] = ForwardTile
     else:
-        # Beside two sums, or dQ's, products of two steps take more registers than there are.
+        # With two sums, or with dQ summed as well, the products of two steps would need more
+        # registers than there are.
         two_sums = kernel == "query_gradients" and _sums(kernel, spec) > 1
         most = 3 if in_long_steps or two_sums or sums_queries(kernel, spec) else 4
         switches = [
@@ -120,12 +122,12 @@ def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile
         ]
         of = BackwardTile
     for size, switch in itertools.product(sizes, switches):
-        with contextlib.suppress(ValueError):  # what no call takes, see `check`
+        with contextlib.suppress(ValueError):  # no call takes such a tile, see `check`
             yield of(**size, **switch)
 
 
 def _all(**choices: Sequence[bool]) -> list[dict[str, bool]]:
-    """Every combination of the choices of each switch."""
+    """Returns every combination of the choices of each switch."""
     found = itertools.product(*choices.values())
     return [dict(zip(choices, values, strict=True)) for values in found]
 
@@ -146,7 +148,10 @@ def _check(kernel: str, tile: Tile, head_size: int, spec: Spec) -> None:
 
 
 def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
-    """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
+    """Yields the tile, and variants with fewer stages of v than of k, which save shared memory.
+
+    Only tiles of dQ's kernel that are short of shared memory have such variants.
+    """
     yield tile
     if kernel != "query_gradients" or isinstance(tile, ForwardTile):
         return
@@ -155,7 +160,7 @@ def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile
             yield dataclasses.replace(tile, v_stages=stages)
 
 
-# Fields of a tile as records of earlier versions name them.
+# The names of a tile's fields in records of earlier versions, and their names today.
 _FORMER_NAMES = {
     "walk": "step",
     "slots": "owned_stages",
@@ -169,7 +174,7 @@ _FORMER_NAMES = {
 
 
 def tile_of(record: Mapping[str, Any]) -> Tile:
-    """The tile of a record of `benchmarks.tune`, also of one with names of earlier versions."""
+    """Returns the tile of a record of `benchmarks.tune`, which may be of an earlier version."""
     of = TILES[record["kernel"]]
     named = {_FORMER_NAMES.get(name, name): value for name, value in record.items()}
     fields = {field.name for field in dataclasses.fields(of)}
@@ -177,25 +182,25 @@ def tile_of(record: Mapping[str, Any]) -> Tile:
 
 
 def sums_queries(kernel: str, spec: Spec) -> bool:
-    """Whether the kernel is that of dK and dV, and sums up dQ, too."""
+    """Whether the kernel is the one of dK and dV, and also sums dQ."""
     sizes = spec.block_sizes
     return kernel == "key_gradients" and isinstance(sizes, BlockSizes) and sizes.unordered
 
 
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
-    """Of a thread, for the sums of the mainloop and the products of a step."""
+    """Returns a thread's registers for the accumulators and for the products of a step."""
     sums = _sums(kernel, spec)
     if isinstance(tile, BackwardTile) and tile.cooperative:
         sums = 1
-    products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
+    products = 1.5 if kernel == "forward" else 2  # forward: S, and P̄ in half its bits; else S, dP
     if kernel == "query_gradients" and isinstance(tile, BackwardTile) and tile.overlap_steps:
-        products += 0.5  # dS of the step before
+        products += 0.5  # dS of the previous step
     columns = sums * head_size + products * tile.step
     return ROWS * columns / _THREADS
 
 
 def _sums(kernel: str, spec: Spec) -> int:
-    """Of a head's features, over the mainloop."""
+    """Returns the number of accumulators, each with all features of a head."""
     n, of_step = spec.numerics, rounds_products(spec.numerics)
     return {
         "forward": 1 + (n.saved_output == "auxiliary") + of_step,  # Ō; Ō′ − Ō
@@ -205,7 +210,10 @@ def _sums(kernel: str, spec: Spec) -> int:
 
 
 def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
-    """Of a program's matrices: those of the rows that it owns, and two for every stage."""
+    """Returns the shared memory of a program's matrices, in bytes.
+
+    They are the matrices of the rows that it owns, and two matrices for every stage.
+    """
     entry, saved = 2, spec.numerics.saved_dtype
     loaded = {
         "forward": entry,  # q
@@ -213,7 +221,7 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         "key_gradients": 2 * entry,  # k, v
     }
     if spec.numerics.saved_output == "halves":
-        loaded["query_gradients"] += entry  # of O both
+        loaded["query_gradients"] += entry  # the second half of O
     if is_wide(head_size):
         loaded["query_gradients"] = 2 * entry  # q, dO
     own = tile.owned_stages * loaded[kernel]
@@ -224,19 +232,20 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         own += entry * tile.overlap_tiles  # O
     else:
         stages = tile.stages + tile.stages_of_v
-        exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P on its way
+        exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P, exchanged between warpgroups
         if kernel == "key_gradients" and spec.numerics.delta == "after_cast":
             exchanged += entry * tile.stages * tile.step * head_size  # λ q, beside q and dO
     loads = head_size * (own * tile.owned + entry * stages * tile.step) + exchanged
     if not sums_queries(kernel, spec):
         return loads
-    vectors = max(2 * 4 * tile.stages * tile.step - 1024, 0)  # offsets, beyond half of those 2 KiB
+    # The offsets of rows, as far as they exceed half of the 2 KiB that `_SHARED_BYTES` leaves out.
+    vectors = max(2 * 4 * tile.stages * tile.step - 1024, 0)
     exchanged = 2 * entry * tile.owned * tile.step + 4 * tile.owned * ROWS  # dSᵀ; blocks of dQ
     return loads + vectors + exchanged
 
 
 def sees(kernel: str, spec: Spec) -> Hashable:
-    """What differs between the calls that these kernels serve."""
+    """Returns what a kernel sees of the arithmetic; calls with equal values run the same kernel."""
     n, long_steps = spec.numerics, rounds_products(spec.numerics)
     of_probs = long_steps, n.exponent == "whole_max", n.statistics
     if kernel == "forward":
@@ -248,7 +257,10 @@ def sees(kernel: str, spec: Spec) -> Hashable:
 
 
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
-    """What all kernels take, as `_taken` names it; without what this arithmetic has not."""
+    """Returns the arrays that the kernels take, in the order that `_taken` reads.
+
+    Arrays that this arithmetic lacks are left out.
+    """
     problem = Problem.of(q, k, spec, sizes)
     out = forward(q, k, v, problem)
     o, low = (out.o, out.saved) if problem.saves_halves else (out.saved, None)
@@ -261,7 +273,7 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
 
 
 def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
-    """Of `inputs`."""
+    """Splits the arrays of `inputs` into the inputs of dQ's kernel and those of dK and dV's."""
     optional = {"o_low": problem.saves_halves, "inverse_l": problem.saves_inverse_l}
     optional["segments"] = problem.has_segments
     names = [name for name in QueryInputs._fields if optional.get(name, True)]
@@ -273,7 +285,7 @@ def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
-    """One kernel as a function of `inputs`."""
+    """Returns one kernel as a function of `inputs`."""
 
     def run(*arrays: Array) -> Results:
         problem = Problem.of(arrays[0], arrays[1], spec, sizes)

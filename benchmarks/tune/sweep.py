@@ -1,14 +1,14 @@
-"""The kernels of an attention call, each timed alone over its tiles.
+"""Times each kernel of an attention call alone, over its tiles.
 
-What an implementation adds is a module with constants and functions:
+An implementation adds a module with these constants and functions:
 
-  PRESETS, RULES, STAGES                       tried where the command names none
+  PRESETS, RULES, STAGES                       the values to try if the command names none
   TILES                                        the class of each kernel's tiles
-  table(q, spec) -> sizes                      the tiles of a call, a field for each kernel
+  table(q, spec) -> sizes                      the tiles of a call, with a field for each kernel
   tiles(kernel, head_size, spec, stages)       the tiles to try
-  sees(kernel, spec)                           what a kernel sees of the arithmetic: one of equals
-                                               is timed
-  inputs(q, k, v, do, spec, sizes) -> arrays   what all three kernels take
+  sees(kernel, spec)                           what a kernel sees of the arithmetic; of calls with
+                                               equal values, only the first is timed
+  inputs(q, k, v, do, spec, sizes) -> arrays   the arrays that all three kernels take
   function(kernel, spec, sizes)                one kernel as a function of `inputs`
 """
 
@@ -43,7 +43,8 @@ _DTYPE = "bfloat16"
 class Call:
     """A causal attention call in bfloat16, by the names of its parts.
 
-    `unordered`: of `hopper`, dQ without a kernel and an order of its own.
+    If `unordered`, which only `hopper` has, dQ has no kernel of its own and is summed in no fixed
+    order.
     """
 
     implementation: str
@@ -54,12 +55,12 @@ class Call:
 
     @property
     def module(self) -> ModuleType:
-        """What the implementation adds."""
+        """The module that the implementation adds."""
         return IMPLEMENTATIONS[self.implementation]
 
     @property
     def problem(self) -> Problem:
-        """Shape, dtype and inputs."""
+        """The problem, with its shape, dtype and inputs."""
         return Problem(self.shape, SHAPES[self.shape], _DTYPE, backward=False)
 
     @property
@@ -77,7 +78,12 @@ class Call:
         )
 
     def check(self) -> None:
-        """Raises UnsupportedError where the implementation declines, RunError without tiles."""
+        """Checks that the implementation serves the call.
+
+        Raises:
+          UnsupportedError: the implementation declines it.
+          RunError: there are no tiles for it.
+        """
         shape = SHAPES[self.shape].qkv
         try:
             spec = self.spec
@@ -88,7 +94,7 @@ class Call:
 
 
 def differing(calls: Iterable[Call], kernels: Sequence[str]) -> Iterator[tuple[Call, list[str]]]:
-    """Each call, with the kernels that do not look the same in a call before."""
+    """Yields the calls in which some kernels see something new, each with these kernels."""
     known: set[object] = set()
     for call in calls:
         seen = {name: (call.shape, name, call.module.sees(name, call.spec)) for name in kernels}
@@ -105,9 +111,14 @@ def sweep(
     rounds: int,
     vary: Sequence[str] | None = None,
 ) -> Iterator[list[Record]]:
-    """The records of each kernel, fastest tile first, refused tiles last.
+    """Yields the records of each kernel, with the fastest tile first and refused tiles last.
 
-    vary: fields of a tile in which others may differ from the table's; None, in all.
+    Args:
+      call: the attention call.
+      kernels: the kernels to time.
+      stages: the numbers of stages to try.
+      rounds: the samples of each tile.
+      vary: the fields in which a tile may differ from the table's; None for all.
     """
     module = call.module
     q, k, v, do = call.problem.inputs()
@@ -130,7 +141,7 @@ def sweep(
 
 
 def _is_alike(tile: Any, own: Any, vary: Sequence[str] | None) -> bool:
-    """Whether a tile is the table's in all fields but those of `vary`."""
+    """Whether a tile equals the table's in all fields except those in `vary`."""
     fields = {field.name for field in dataclasses.fields(own)}
     kept = fields.difference(fields if vary is None else vary)
     return all(getattr(tile, name) == getattr(own, name) for name in kept)
@@ -139,9 +150,9 @@ def _is_alike(tile: Any, own: Any, vary: Sequence[str] | None) -> bool:
 def _measure(
     problem: Problem, functions: Sequence[Callable[..., Results]], arrays: Results, rounds: int
 ) -> Iterator[Record]:
-    """Median and samples of each function, or why it was refused."""
+    """Yields the median and the samples of each function, or why it was refused."""
     found = [_Kernel(str(place), function) for place, function in enumerate(functions)]
-    calls = max(problem.calls("gpu") // 2, 1)  # a kernel is some half of a call
+    calls = max(problem.calls("gpu") // 2, 1)  # a kernel takes about half the time of both passes
     ready, refused = prepare(problem, found, arrays, calls)
     right = check(ready, refused)
     samples = interleave({name: ready[name] for name in right}, rounds)

@@ -1,4 +1,4 @@
-"""Bugs by name: the wrong reference that explains the results names the bug."""
+"""Names bugs: a bug is named after the wrong reference that explains the results."""
 
 import numpy as np
 
@@ -6,23 +6,25 @@ from lowprec_attn.check import wrong_references
 from lowprec_attn.check.measure import WORDS, Exact, Found, row_errors
 from lowprec_attn.check.problems import Problem, scores
 
-_EXPLAINED = 0.15  # a bug's name leaves less than this part of the error
-_ROUNDED = 0.01  # what roundings leave of an error, about
+_EXPLAINED = 0.15  # a wrong reference explains a result if less than this part of its error is left
+_ROUNDED = 0.01  # about the part of an error that rounding alone leaves
 
 
 def name(
     problem: Problem, exact: Exact, found: Found, bad: dict[str, float]
 ) -> tuple[str, frozenset[str]] | None:
-    """What explains the bad results of a problem, and which of them; None: nothing known.
+    """Returns the name of a bug and the bad results that it explains, or None if no name fits.
 
-    The best name explains many results, or few far better: by the product of what it leaves. Where
-    results are far too small, that they are zero explains most of the error of each.
+    A name is ranked by the product, over the results that it explains, of the part of the error
+    that it leaves. So it may win by explaining many results, or a few of them far better. Counting
+    the explained results would not do: "is zero" explains most of the error of every result that is
+    far too small.
 
     Args:
-      problem: on which they are bad.
-      exact: its exact results.
-      found: the kernel's.
-      bad: results, and the largest row error that rounding explains.
+      problem: the problem on which the results are bad.
+      exact: the exact results of the problem.
+      found: the kernel's results.
+      bad: the names of the bad results, each with the largest row error that rounding explains.
     """
     best: tuple[float, str, frozenset[str]] | None = None
     errors = row_errors({n: found[n] for n in bad}, exact)
@@ -45,7 +47,7 @@ def _rms(errors: np.ndarray) -> float:
 
 
 def not_finite(problem: Problem, exact: Exact, errors: Found) -> str:
-    """Words for results that are NaN or infinite."""
+    """Returns words for a bug that makes results NaN or infinite."""
     if problem.masking.mask is not None or problem.masking.window is not None:
         hidden = ~exact.sees
         o = np.isinf(errors["o"]) if "o" in errors else None

@@ -1,6 +1,6 @@
-"""One call of a function, forward and backward, in JAX or PyTorch; and a script that makes it.
+"""Calls a function forward and backward, in JAX or PyTorch, and writes a script that does so.
 
-The script has the source of what is called here, and needs nothing of this package.
+The script contains the source of the helpers below, so it runs without this package.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ class Function:
     """An attention function, and how it is called.
 
     Attributes:
-      function: of q, k, v and keywords; returns O, or a tuple that begins with O and lse, [B, T, N]
-        or [B, N, T].
-      name: of the function in a script.
-      head: lines of Python that define the name there.
+      function: takes q, k, v and keywords. Returns O, or a tuple that begins with O and lse; lse
+        has the shape [B, T, N] or [B, N, T].
+      name: the function's name in a script.
+      head: lines of Python that define this name in a script.
       framework: `jax` or `torch`.
-      layout: of q, k, v and O: `BTNH` or `BNTH`.
-      keywords: what it calls `causal`, `scale`, `mask` (boolean [#B, 1, T, S]), `window`,
-        `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]), of those that it takes.
-      options: other keywords of every call, and their values.
+      layout: the axes of q, k, v and O: `BTNH` or `BNTH`.
+      keywords: the function's own names for those of `causal`, `scale`, `mask` (boolean
+        [#B, 1, T, S]), `window`, `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]) that it takes.
+      options: further keywords that every call passes, and their values.
     """
 
     function: Callable[..., Any]
@@ -52,9 +52,9 @@ class Function:
             raise TargetError(f"--layout must be BTNH or BNTH, got {self.layout!r}")
 
     def caller(self) -> Callable[[Problem], Found]:
-        """Takes a problem, returns the function's results."""
+        """Returns a function that takes a problem and returns the results of this function."""
 
-        @functools.cache  # one program for all problems of a shape that differ in arrays alone
+        @functools.cache  # problems that differ only in the values of their arrays share a program
         def compiled(values: tuple[tuple[str, Any], ...], *expected: Any) -> Callable[..., Any]:
             attend = functools.partial(self._attend, dict(values), *expected)
             if self.framework == "torch":
@@ -80,7 +80,7 @@ class Function:
         return call
 
     def script(self, problem: Problem) -> list[str]:
-        """Lines that form `found`, results by name, from the arrays `a` of a problem's file."""
+        """Returns lines that compute `found`, results by name, from `a`, the arrays of a file."""
         array, gradients = {
             "jax": (jax_array, jax_gradients),
             "torch": (torch_array, torch_gradients),
@@ -111,7 +111,7 @@ class Function:
         self, values: Mapping[str, Any], rows: tuple[int, ...], asks_lse: bool, q: Any, k: Any,
         v: Any, **beside: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """O, and lse [B, T, N] where the function returns it."""
+        """Returns O and lse [B, T, N], or None for lse if the function returns none."""
         given = {self.keywords[name]: x for name, x in beside.items() if name in self.keywords}
         result = self.function(q, k, v, **given, **values)
         o, lse = result[:2] if isinstance(result, tuple) else (result, None)
@@ -125,7 +125,7 @@ class Function:
         return o, lse
 
     def _values(self, problem: Problem) -> dict[str, Any]:
-        """Keywords that are no arrays; what a problem has not is left to the function's default."""
+        """The keywords that are not arrays; a setting that the problem lacks is left out."""
         values = {
             "causal": problem.masking.is_causal,
             "scale": problem.scale,
@@ -144,14 +144,14 @@ class Function:
         return x.swapaxes(1, 2) if self._is_turned(name) else x
 
     def _dtype(self, name: str, problem: Problem) -> str | None:
-        """None: the array's own."""
+        """The dtype to which an array is cast, or None if it keeps its own."""
         return None if name in ("mask", "dlse") else problem.q.dtype.name
 
 
 def arrays(problem: Problem) -> dict[str, np.ndarray]:
-    """q, k, v, do, and mask [B, 1, T, S], bias, sinks and dlse where there are any.
+    """Returns q, k, v, do and, where the problem has them, mask, bias, sinks and dlse, by name.
 
-    In float32, but for the mask.
+    All are float32, except for the mask: boolean [B, 1, T, S].
     """
     masking = problem.masking
     beside = {"bias": masking.bias, "sinks": masking.sinks, "dlse": problem.dlse}
@@ -164,16 +164,19 @@ def arrays(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def jax_array(x: Any, dtype: Any) -> Any:
-    """An array of NumPy as one of JAX."""
+    """Converts a NumPy array to a JAX array."""
     import jax
     import numpy as np
 
-    # `jnp.asarray` would compile a cast, or a copy, for every shape.
+    # `jnp.asarray` would compile a cast or a copy for every shape.
     return jax.device_put(x if dtype is None else np.asarray(x, jax.numpy.dtype(dtype)))
 
 
 def jax_gradients(attend: Any, x: Any) -> Any:
-    """O, lse where `attend` returns it, and the gradients of q, k, v, bias and sinks."""
+    """Returns O, lse and the gradients of q, k, v, bias and sinks, by name.
+
+    lse is None if `attend` returns none.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -194,7 +197,7 @@ def jax_gradients(attend: Any, x: Any) -> Any:
 
 
 def torch_array(x: Any, dtype: Any) -> Any:
-    """An array of NumPy as one of PyTorch, on its GPU where there is one."""
+    """Converts a NumPy array to a PyTorch tensor, on the GPU if there is one."""
     import numpy as np
     import torch
 
@@ -203,9 +206,9 @@ def torch_array(x: Any, dtype: Any) -> Any:
 
 
 def torch_gradients(attend: Any, x: Any) -> Any:
-    """O, lse where `attend` returns it, and the gradients of q, k, v, bias and sinks, in float32.
+    """Returns O, lse and the gradients of q, k, v, bias and sinks, by name, as float32 on the host.
 
-    None: no gradient reaches it.
+    lse is None if `attend` returns none, and a gradient is None if none reaches the array.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Which arithmetic explains a kernel's results: presets and their one-point changes, emulated.
+"""Finds the arithmetic that explains a kernel's results, by emulating presets and changes of them.
 
-The emulation is `tiled` on the CPU, operation by operation, for all core problems at once: nothing
-is compiled for one arithmetic alone. The search begins at every preset with one step over all keys,
-goes on with tiles and exponents of the nearest ones, and then changes one point at a time as long
-as that brings the results clearly nearer.
+The emulation runs `tiled` on the CPU, operation by operation, for all core problems at once, so
+that nothing is compiled for a single arithmetic. The search starts from every preset, with one step
+over all keys. It then tries other tiles and exponents of the nearest presets. Finally it changes
+one point at a time, for as long as this brings the results clearly nearer.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from lowprec_attn.errors import UserError
 from lowprec_attn.numerics import EXACT, PRESETS, Numerics
 
 TILES = (64, 128)
-_LEAST = 1e-6  # distances below are float32's
-_CLEARLY = 0.8  # a change must bring the distance below this part of it
-_ALIKE = 1.5  # two arithmetics are told apart by a distance larger by this factor
-_BEGIN_AT = 3  # presets whose tiles are tried
+_LEAST = 1e-6  # smaller distances are float32 rounding
+_CLEARLY = 0.8  # a change must bring the distance below this part of the former distance
+_ALIKE = 1.5  # two arithmetics can be told apart if their distances differ by more than this factor
+_BEGIN_AT = 3  # number of presets whose tiles and exponents are tried
 
-# What the nearest preset is changed by, one at a time: a name for it, and the fields.
+# Changes of the nearest preset, tried one at a time: a point is rounded or not, or fields change.
 _ROUNDED = ("scores", "probs", "probs_bwd", "ds", "pv", "dp", "normalizer")
 _CHOICES: tuple[Mapping[str, object], ...] = (
     {"scores": "f32_m10"},  # TF32
@@ -44,9 +44,10 @@ _CHOICES: tuple[Mapping[str, object], ...] = (
     {"row_sum": "unrounded"},
 )
 
-# What others compute beside the presets. Eager attention in 16 bits, as of transformers, rounds the
-# result of every operation: of q kᵀ, and again of its product with the scale, unless that is a
-# power of two. One rounding to a bit less errs as much as the two.
+# Arithmetics of other libraries that are not presets. Eager attention in 16 bits, as in Hugging
+# Face's transformers, rounds the result of every operation: it rounds q kᵀ, and then its product
+# with the scale, unless the scale is a power of two. `_TWICE` stands for these two roundings,
+# because one rounding to a bit less has an equal error.
 _TWICE = "bf16_m6"
 _EAGER = PRESETS["jax_nn"].replace(scores="bfloat16", shift="bfloat16", ds="bfloat16")
 OTHERS = {
@@ -56,7 +57,8 @@ OTHERS = {
 }
 BY_NAME = PRESETS | OTHERS
 
-# Presets that others contain, or that no kernel repeats; those of 8 bits are of other arrays.
+# The search does not start from these presets: other presets contain them, no kernel repeats them,
+# or, for the 8-bit ones, they belong to other input arrays.
 _NOT_BEGUN_WITH = (
     *("stochastic_output", "published_as_compiled"),
     *("flash_attention_3_fp8", "transformer_engine_fp8"),
@@ -65,7 +67,13 @@ _NOT_BEGUN_WITH = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An arithmetic: a preset, in the format of the arrays, and what of it is changed."""
+    """An arithmetic: a preset, possibly changed.
+
+    Attributes:
+      preset: the preset's name.
+      numerics: the preset in the format of the arrays, with the changes.
+      base: the preset in the format of the arrays, without them.
+    """
 
     preset: str
     numerics: Numerics
@@ -73,7 +81,7 @@ class Candidate:
 
     @property
     def changes(self) -> dict[str, str]:
-        """The fields in which it differs from its preset, but for tile and exponent."""
+        """The changed fields and their values, except for `kv_block`, `exponent` and `output`."""
         base = self.base
         names = (field.name for field in dataclasses.fields(base))
         return {
@@ -90,7 +98,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """How near a candidate is: the distance of each result, averaged over the problems."""
+    """A candidate's results, and the distance of each from the kernel's, averaged over problems."""
 
     candidate: Candidate
     found: Found
@@ -98,20 +106,20 @@ class Match:
 
     @property
     def distance(self) -> float:
-        """Geometric mean over the results; infinite where a bug has spoilt all of them."""
+        """The geometric mean over the results, or infinity if a bug has spoilt all of them."""
         if not self.distances:
             return np.inf
         return float(np.exp(np.mean([np.log(d) for d in self.distances.values()])))
 
 
 class Emulation:
-    """Candidates' results on problems of one shape; each is computed once.
+    """Computes candidates' results on problems of one shape, each of them once.
 
     Args:
-      problems: of one shape, scale, causality, window and soft cap; several have one sequence
-        each and no mask. They stand side by side as heads of one call: so each has its own sinks
-        and bias.
-      dtype: name of their format.
+      problems: they share one shape, scale, causality, window and soft cap. If there are several,
+        each has one sequence and no mask. They are put side by side as heads of one call, so each
+        keeps its own sinks and bias.
+      dtype: the name of the problems' format.
     """
 
     def __init__(self, problems: Sequence[Problem], dtype: str) -> None:
@@ -126,7 +134,7 @@ class Emulation:
         self._found: dict[tuple[Numerics, int | None], Found] = {}
 
     def presets(self) -> list[Candidate]:
-        """All presets in one step over all keys, in the problems' format."""
+        """Returns all presets in the problems' format, with one step over all keys."""
         return [
             Candidate(name, base.replace(kv_block="all"), base)
             for name, numerics in BY_NAME.items()
@@ -138,7 +146,7 @@ class Emulation:
         if self.dtype == "bfloat16":
             return numerics
         if self.dtype == "float16":
-            if numerics.recomputed_probs == "rounded":  # float16's subnormals: refused
+            if numerics.recomputed_probs == "rounded":  # refused because of float16's subnormals
                 return numerics.replace(output=None)
             numerics = numerics.with_format("float16")
             once_less = str(numerics.scores) == _TWICE
@@ -146,19 +154,21 @@ class Emulation:
         return numerics.replace(output=None)
 
     def run(self, numerics: Numerics, tile: int | None = None) -> Found:
-        """The results of all problems as rows in float64, problem by problem on the first axis.
+        """Returns the results of all problems as float64 rows, with the problems on the first axis.
 
         Args:
-          numerics: of every head.
-          tile: queries, and keys in the backward pass, of a tile: the order of sums. None: all.
+          numerics: the arithmetic of every head.
+          tile: the number of queries, and of keys in the backward pass, in a tile. It sets the
+            order of sums. None: 256, or everything at once if `kv_block` is `all`.
 
         Raises:
-          UnsupportedError: this arithmetic is not defined for the problems, as with a soft cap.
+          UnsupportedError: this arithmetic is not defined for the problems, for example with a soft
+            cap.
         """
         key = numerics, tile
         if key not in self._found:
             problem = self.problems[0]
-            # `dense` is `tiled` with one tile, in a fifth of the operations.
+            # `dense` computes what `tiled` does with one tile, in a fifth of the operations.
             is_dense = tile is None and numerics.kv_block == "all"
             sizes = BlockSizes(query=tile or 256, kv_bwd=tile or 256)
             settings: Any = {
@@ -195,7 +205,7 @@ class Emulation:
         return self._found[key]
 
     def _apart(self, x: np.ndarray) -> np.ndarray:
-        """Rows of all problems [1, rows, P N, H] as [P, rows, N, H]."""
+        """Reshapes rows of all P problems, [1, rows, P N, H], to [P, rows, N, H]."""
         count = len(self.problems)
         if count == 1:
             return x
@@ -209,9 +219,10 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_the_cpu() -> Iterator[None]:
-    """
+    """Makes the CPU JAX's default device within the block.
+
     Raises:
-      UserError: JAX has no CPU here.
+      UserError: JAX has no CPU backend here.
     """
     try:
         device = jax.devices("cpu")[0]
@@ -228,10 +239,10 @@ class Search:
     """Finds the candidate nearest to a kernel's results.
 
     Args:
-      emulation: of the core problems.
-      exact: of the same problems.
-      found: the kernel's results of each problem; None where it has none.
-      left_out: pairs of a problem's index and a result, which a bug has spoilt.
+      emulation: the emulation of the core problems.
+      exact: the exact results of the same problems.
+      found: the kernel's results of each problem, or None where it has none.
+      left_out: pairs of a problem's index and the name of a result that a bug has spoilt there.
     """
 
     def __init__(
@@ -253,16 +264,16 @@ class Search:
         }
 
     def match(self, candidate: Candidate) -> Match:
-        """The distance of a candidate."""
+        """Runs a candidate and returns its results and distances."""
         found = self._emulation.run(candidate.numerics)
         return Match(candidate, found, self.distances(found, None))
 
     def distances(self, found: Found, other: Found | None) -> dict[str, float]:
-        """Of each result, the geometric mean over the problems of the RMS distance of its rows.
+        """Returns the distance of each result: the RMS over rows, geometric mean over problems.
 
         Args:
-          found: results of a candidate.
-          other: of another; None: the kernel's.
+          found: the results of a candidate.
+          other: the results of another candidate to compare with, or None for the kernel's results.
         """
         distances = {}
         for name, counted in self._counted.items():
@@ -280,7 +291,11 @@ class Search:
         return distances
 
     def nearest(self) -> list[Match]:
-        """Every candidate tried, nearest first."""
+        """Returns every candidate that was tried, nearest first.
+
+        The first one is the simplest: of all that are alike to the nearest, it has the fewest
+        changes.
+        """
         tried: dict[Numerics, Match] = {}
 
         def attempt(candidate: Candidate) -> Match | None:
@@ -307,23 +322,27 @@ class Search:
                 break
             best = nearer
         ranked = sorted(tried.values(), key=lambda m: m.distance)
-        # Of arithmetics as near as each other, that with the fewest changes names it.
+        # Among arithmetics that are equally near, prefer the one with the fewest changes.
         alike = [m for m in ranked if self.is_alike(m, best)]
         first = min(alike, key=lambda m: (len(m.candidate.changes), m.distance))
         return [first, *(m for m in ranked if m is not first)]
 
     def noise(self, match: Match) -> dict[str, float]:
-        """What the order of sums alone changes: the same arithmetic in tiles of another size."""
+        """Returns how far the order of sums moves each result: the distance to other tile sizes."""
         numerics = match.candidate.numerics
         if numerics not in self._noises:
-            other = match.found  # of all keys at once, where P must be divided before rounding
+            # Dividing P by l before rounding it takes all keys at once: there are no other tiles.
+            other = match.found
             if not numerics.normalize_probs:
                 other = self._emulation.run(numerics, tile=48)
             self._noises[numerics] = self.distances(other, match.found)
         return self._noises[numerics]
 
     def is_alike(self, match: Match, best: Match) -> bool:
-        """Whether no result tells two candidates apart by more than the order of sums explains."""
+        """Whether no result is clearly farther from `match` than from `best`.
+
+        Distances that the order of sums explains do not count.
+        """
         noise = self.noise(best)
         return all(
             match.distances[name] <= _ALIKE * max(distance, noise[name])

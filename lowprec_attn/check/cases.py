@@ -1,4 +1,4 @@
-"""The bugs of a target: those of its problems, each once, with its smallest case."""
+"""Collects the bugs that a target's runs show, each listed once, with its smallest case."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,22 +18,24 @@ from lowprec_attn.counts import many
 
 _UNNAMED = "an error that no rounding explains"
 _MOST_BUGS = 3
-_MARGINAL = 4.0  # an error larger by this than the core problems explain needs no closer look
+_MARGINAL = 4.0  # an error this many times the core problems' limit needs no closer look
 
-# A run that shows a bug, the largest row error of each result that rounding explains there, and the
+# A run that shows a bug; the largest row error that rounding explains in it, by result; and the
 # results that the bug spoils.
 _Shown = tuple[Trial, dict[str, float], tuple[str, ...]]
 
 
 class Cases:
-    """Finds the bugs of a target's runs.
+    """Finds the bugs that a target's runs show.
 
     Args:
-      trials, limits: its runs and what rounding explains of them.
+      trials: the target's runs.
+      limits: the largest errors that rounding explains in these runs.
       out: folder for the smallest case of each bug and its script; None: none is written.
 
     Attributes:
-      risks: what has a bug's size and is none, in sentences, after `with_dependences`.
+      risks: sentences about errors that are large enough for a bug but count as risks. They are
+        filled by `with_dependences`.
     """
 
     def __init__(self, trials: Trials, limits: Limits, out: Path | None) -> None:
@@ -41,10 +43,12 @@ class Cases:
         self.risks: list[str] = []
 
     def with_dependences(self, dependences: Sequence[Bug]) -> list[Bug]:
-        """The bugs of the problems, and of what a result should not depend on.
+        """Returns the bugs of the problems, together with those of `Dependences`.
 
-        Where two runs differ no other bug of the same results can be told; where one has a name
-        already, results depend on other tokens as well.
+        A bug is left out if every result that it spoils is spoilt by a bug listed before it. Bugs
+        of two runs that differ come first, because no other bug can be told from such results. A
+        bug of the problems comes before other dependences, because it may itself make results
+        depend on other tokens.
         """
         found = [bug for bug in dependences if bug.name.startswith(TWO_RUNS)]
         for bug in (*self._bugs(), *dependences):
@@ -78,9 +82,10 @@ class Cases:
         return self._merged(seen)
 
     def _merged(self, seen: dict[tuple[str, ...], list[_Shown]]) -> list[Bug]:
-        """One bug for all that it spoils: what has a name first, then what spoils most results.
+        """Merges what was seen into a few bugs: named ones first, then those with most results.
 
-        A later one that spoils no other result may be the same, seen through other inputs.
+        A later bug that spoils no further result is merged into an earlier one, since it may be the
+        same bug seen through other inputs.
         """
         found: list[Bug] = []
         spoilt = {
@@ -132,7 +137,7 @@ class Cases:
         )
 
     def _reduced(self, out: Path, shown: _Shown, number: int) -> tuple[str, tuple[str, ...]]:
-        """The shape of the smallest case in words, and its files."""
+        """Returns the shape of the smallest case in words, and the files written for it."""
         trial, limit, results = shown
 
         def shows(problem: Problem) -> bool:
@@ -140,7 +145,7 @@ class Cases:
             return any(n in again.errors and again.errors[n].max() > limit[n] for n in results)
 
         smallest = shrink.smallest(trial.problem, shows)
-        if "lse" in results and smallest.dlse is None:  # for the script, which then shows lse
+        if "lse" in results and smallest.dlse is None:  # so that the script reports lse
             smallest = smallest.replace(dlse=np.zeros(smallest.q.shape[:3], np.float32))
         target = self._trials.target
         stem = f"{_file_name(target.name)}-bug-{number + 1}"
@@ -152,7 +157,7 @@ class Cases:
 
 
 def _beyond(trial: Trial, limit: Mapping[str, float]) -> dict[str, float]:
-    """The results that err by more, and those limits."""
+    """Returns the results whose error exceeds its limit, with these limits."""
     return {n: limit[n] for n, e in trial.errors.items() if e.max() > limit[n]}
 
 

@@ -1,4 +1,4 @@
-"""What results should not depend on: a second run, other sequences of a batch, later tokens."""
+"""Finds results that change with a second run, other sequences of the batch, or later tokens."""
 
 from collections.abc import Iterator
 
@@ -14,15 +14,16 @@ from lowprec_attn.check.trials import Trial, Trials
 TWO_RUNS = "two runs of the same call differ"
 _OTHERS = "a sequence depends on the others of its batch"
 _LATER = "rows depend on later tokens"
-_KEPT = 150  # tokens of the long problem that later ones must not reach
+_KEPT = 150  # the first tokens of the long problem, whose results must not depend on later tokens
 
 
 class Dependences:
-    """What was found of one target.
+    """The dependences of one target's results that should not be there.
 
     Attributes:
-      bugs: differences larger than rounding explains.
-      risks, notes: smaller ones, in sentences.
+      bugs: differences that are larger than rounding explains.
+      risks: sentences about smaller differences between two runs of the same call.
+      notes: sentences about other smaller differences.
     """
 
     def __init__(self, trials: Trials, limits: Limits) -> None:
@@ -42,7 +43,7 @@ class Dependences:
             unit = trial.exact.units[n][:, : other[n].shape[1]]
             with np.errstate(invalid="ignore"):
                 distance = np.linalg.norm(same[n] - other[n], axis=-1) / unit
-            # Rows that are NaN both times are alike, and a bug by themselves.
+            # Rows that are NaN in both count as equal; they are found elsewhere, as another bug.
             alike = np.all((same[n] == other[n]) | (np.isnan(same[n]) & np.isnan(other[n])), -1)
             distance = np.where(alike, 0.0, np.where(np.isnan(distance), np.inf, distance))
             if not np.array_equal(same[n], other[n], equal_nan=True):
@@ -63,7 +64,7 @@ class Dependences:
 
 
 def _pairs(trials: Trials) -> Iterator[tuple[str, Trial, Found]]:
-    """Words, a run, and other results of it that should be the same."""
+    """Yields words for a dependence, a run, and other results that should equal the run's."""
     batch = _feature(trials, "a batch")
     if batch is not None:
         again = trials.run(batch.problem).found
@@ -85,7 +86,7 @@ def _feature(trials: Trials, name: str) -> Trial | None:
 
 
 def _long(trials: Trials) -> Trial | None:
-    """Of a causal kernel, with no gradient from the last tokens."""
+    """Runs the long problem with dO = 0 after `_KEPT` tokens; None if it is not causal or fails."""
     trial = _feature(trials, "long")
     if trial is None or not trial.problem.masking.is_causal:
         return None

@@ -1,4 +1,4 @@
-"""A function of your own as a target: given as such, or as MODULE:FUNCTION."""
+"""Makes a target of the user's own function, given as an object or as MODULE:FUNCTION."""
 
 import dataclasses
 import importlib
@@ -13,14 +13,14 @@ from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Setting, Target
 from lowprec_attn.errors import printable
 
-# What a function may take by a keyword.
+# The settings that a function may take by a keyword.
 _TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
-# What torch.nn.functional.scaled_dot_product_attention calls them.
+# Their names in torch.nn.functional.scaled_dot_product_attention.
 _IN_TORCH = {"causal": "is_causal", "mask": "attn_mask", "scale": "scale"}
 
 
 def of_function(function: Callable[..., Any], options: Options) -> Target:
-    """A function of q, k and v that returns O, or O and lse; see `Options`.
+    """Makes a target of a function of q, k and v that returns O, or O and lse; see `Options`.
 
     Raises:
       TargetError: an option is missing or wrong.
@@ -62,7 +62,11 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
 
 
 def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Of a function with the parameters of PyTorch's: what is not given is as there, and a note."""
+    """Fills in the options of a function with scaled_dot_product_attention's parameters.
+
+    Returns the options, and a note that says so; the options unchanged and no note for any other
+    function.
+    """
     try:
         names = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # builtins have none
@@ -133,13 +137,13 @@ def _framework(function: Callable[..., Any], options: Options) -> tuple[str, tup
 
 
 def named(name: str, options: Options) -> Target:
-    """The function MODULE:FUNCTION.
+    """Makes a target of the function named MODULE:FUNCTION.
 
     Raises:
-      TargetError: as `of_function`, or it cannot be imported.
+      TargetError: the function cannot be imported, or `of_function` raises it.
     """
     module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -164,6 +168,6 @@ def named(name: str, options: Options) -> Target:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return printable(f"{type(error).__name__}: {lines[0]}"[:200])

@@ -1,30 +1,30 @@
-"""Arrays of hard problems in float64: scores of a chosen size, and kinds of rows by name."""
+"""Makes the float64 arrays of hard problems: scores of a chosen size, and named kinds of rows."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-_DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
+_DIRECTIONS, _SPREAD = 6, 0.3  # the number of clusters, and the spread of tokens within one
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Of every head the largest |score| that a causal row sees; as many heads in k as in q."""
+    """Returns each head's largest |score| that a causal row sees [N]; q and k have N heads each."""
     s = np.einsum("btnh,bsnh->nbts", *(x.astype(np.float64) for x in (q, k))) * scale
     return np.abs(np.tril(s)).max((1, 2, 3))
 
 
 def drawn(kind: str, score: float, shape: tuple[int, int, int], seed: int) -> Arrays:
-    """q, k, v and dO [1, T, N, H] in float64 with this largest |score|.
+    """Returns q, k, v and dO [1, T, N, H] in float64 whose largest |score| is `score`.
 
     Args:
-      kind: `normal`; or `clustered`: tokens near six directions that q and k share, values with a
-        common part, as in layers of trained models (after the sweep of
+      kind: `normal` or `clustered`. Clustered tokens lie near six directions that q and k share,
+        and their values have a common part, as in layers of trained models (after the sweep of
         github.com/KohakuBlueleaf/KohakuFA).
-      score: the largest |score|, causal, with the scale 1/√H.
+      score: the largest |score| that a causal row sees, with the scale 1/√H.
       shape: T, N and H.
-      seed: of the draw.
+      seed: the seed of the random draw.
     """
     tokens, heads, size = shape
     draw = np.random.default_rng(seed).standard_normal
@@ -45,7 +45,7 @@ def normal(
     heads: tuple[int, int],
     size: int,
 ) -> Arrays:
-    """q, k, v and dO of these lengths (T, S) and heads (N, K), all standard normal."""
+    """Returns standard normal q, k, v and dO with these lengths (T, S) and heads (N, K)."""
     (t, s), (n, kv) = lengths, heads
     shapes = (batch, t, n, size), (batch, s, kv, size), (batch, s, kv, size), (batch, t, n, size)
     q, k, v, do = (rng.standard_normal(shape) for shape in shapes)
@@ -53,7 +53,7 @@ def normal(
 
 
 def _one_key(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Row t lies on a key s ≤ t alone."""
+    """Row t puts all its weight on one key s ≤ t."""
     _, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
     at = (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int)
     k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
@@ -61,7 +61,7 @@ def _one_key(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
 
 
 def _saturated(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Row t lies between two keys, one of them ahead by about one."""
+    """Row t divides its weight between two keys; the score of one is larger by about 1."""
     q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
     k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
     first, second = (
@@ -71,23 +71,23 @@ def _saturated(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Sixteen different keys, each many times: maxima repeat exactly."""
+    """Sixteen distinct keys repeat many times, so that row maxima repeat exactly."""
     q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
     return np.rint(2 * q) / 2, np.rint(2 * k[:, rng.integers(16, size=shape[0])]) / 2, v, do
 
 
 def _sink(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Every row has its maximum at key 0, ahead by ten: P̄ is rounded alike in tiles of any size."""
+    """Every row has its maximum at key 0, ahead by ten, so tiles of any size round P̄ alike."""
     q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
     common = np.full(shape[2], 1.0)
     k[:, 0] = common
     q = q + (10 / np.sqrt(shape[2])) * common
-    k[:, 1:] -= k[:, 1:].mean(-1, keepdims=True)  # of the rest, no level
+    k[:, 1:] -= k[:, 1:].mean(-1, keepdims=True)  # the other keys are orthogonal to `common`
     return q, k, v, do
 
 
 def _level(sign: int) -> Callable[[np.random.Generator, tuple[int, int, int]], Arrays]:
-    """All scores of a row near ± 1e3, as where q and k have common parts."""
+    """Makes rows whose scores are all near ± 1e3, as they are if q and k have common parts."""
 
     def make(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
         q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])

@@ -1,6 +1,6 @@
-"""Attention functions of libraries as targets: JAX's, PyTorch's, tokamax's and this one's.
+"""Makes targets of library functions: JAX's, PyTorch's, tokamax's and this library's.
 
-A function here that stands between a problem and a library is also the source that a script shows.
+Some functions here adapt a library's function to a problem. Scripts contain their source.
 """
 
 import importlib
@@ -34,7 +34,7 @@ _SAME = {name: name for name in ("scale", "mask", "bias", "window", "soft_cap")}
 
 
 def jax_nn(choice: str, _: Options) -> Target:
-    """`jax.nn.dot_product_attention`, whose lse has no gradient: jax.nn stops it."""
+    """Targets `jax.nn.dot_product_attention`, whose lse has no gradient because jax.nn stops it."""
     _require("jax.nn", choice, ("xla", "cudnn"), "jax.nn:xla or jax.nn:cudnn")
     return _target(
         jax.nn.dot_product_attention, "jax.nn", _OF_JAX_NN, implementation=choice or None
@@ -42,7 +42,7 @@ def jax_nn(choice: str, _: Options) -> Target:
 
 
 def own(choice: str, options: Options) -> Target:
-    """This library's implementations."""
+    """Targets this library's implementations."""
     try:
         get_preset(options.numerics)
     except ValueError as error:
@@ -63,7 +63,7 @@ def own(choice: str, options: Options) -> Target:
 
 
 def lowprec_attention(q: Any, k: Any, v: Any, *, numerics: Any, **options: Any) -> Any:
-    """O and lse, in the arithmetic of a preset in the format of the arrays."""
+    """Returns O and lse, computed with a preset in the format of the arrays."""
     from lowprec_attn import attention
     from lowprec_attn.numerics import get_preset
 
@@ -75,9 +75,9 @@ def lowprec_attention(q: Any, k: Any, v: Any, *, numerics: Any, **options: Any) 
 
 
 def tokamax(choice: str, _: Options) -> Target:
-    """`tokamax.dot_product_attention`."""
+    """Targets `tokamax.dot_product_attention`."""
     package = _imported("tokamax", "pip install tokamax")
-    # Its first call reads flags of absl from the command line, where it knows none of ours.
+    # Its first call would parse absl flags from our command line, whose options absl does not know.
     flags = _imported("absl.flags", "pip install tokamax").FLAGS
     if not flags.is_parsed():
         flags(["lowprec-attn"])
@@ -88,7 +88,7 @@ def tokamax(choice: str, _: Options) -> Target:
 
 
 def splash(choice: str, _: Options) -> Target:
-    """JAX's splash attention: on a TPU; elsewhere Pallas interprets it."""
+    """Targets JAX's splash attention, which runs on a TPU; elsewhere Pallas interprets it."""
     _require("splash", choice, (), "splash")
     notes = ["its scale is multiplied into q by the caller"]
     if jax.default_backend() != "tpu":
@@ -108,7 +108,7 @@ def splash(choice: str, _: Options) -> Target:
 def splash_attention(
     q: Any, k: Any, v: Any, *, is_causal: Any, scale: Any, window: Any = None, soft_cap: Any = None
 ) -> Any:
-    """The kernel takes no scale, and has its mask inside."""
+    """Returns O; the kernel takes no scale, so q is scaled here, and its mask is built in."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -127,7 +127,7 @@ def splash_attention(
 
 
 def sdpa(choice: str, _: Options) -> Target:
-    """`torch.nn.functional.scaled_dot_product_attention`."""
+    """Targets `torch.nn.functional.scaled_dot_product_attention`."""
     _imported("torch", _INSTALL_TORCH)
     names = ", ".join(f"torch.sdpa:{name}" for name in BACKENDS)
     _require("torch.sdpa", choice, BACKENDS, f"torch.sdpa or one of {names}")
@@ -146,7 +146,7 @@ def torch_attention(
     bias: Any = None,
     backend: Any = None,
 ) -> Any:
-    """PyTorch's function takes one of causality, a mask and a bias: one mask says all three."""
+    """Returns O; causality, mask and bias become one mask, since PyTorch takes only one of them."""
     import contextlib
 
     import torch
@@ -172,7 +172,7 @@ def torch_attention(
 
 
 def flex(choice: str, _: Options) -> Target:
-    """`torch.nn.attention.flex_attention`; on a CPU PyTorch has no backward pass of it."""
+    """Targets `torch.nn.attention.flex_attention`; on a CPU its backward pass runs only unfused."""
     torch = _imported("torch", _INSTALL_TORCH)
     _require("torch.flex", choice, (), "torch.flex")
     notes = () if torch.cuda.is_available() else ("unfused: this is no GPU",)
@@ -191,7 +191,10 @@ def flex_attention(
     mask: Any = None,
     bias: Any = None,
 ) -> Any:
-    """O and lse: masks are a block mask, cap and bias a `score_mod`; compiled on a GPU."""
+    """Returns O and lse; compiled on a GPU.
+
+    Causality, window and mask become the block mask; soft cap and bias become the `score_mod`.
+    """
     import torch
     from torch.nn.attention import flex_attention as module
 
@@ -207,11 +210,11 @@ def flex_attention(
 
     attend = module.flex_attention
     if torch.cuda.is_available():
-        # Each problem has a program of its own. At more than eight PyTorch would go on unfused.
+        # Each problem needs its own program. After eight of them PyTorch would run unfused.
         patch = torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
         attend = patch(torch.compile(attend, dynamic=False, fullgraph=True))
     lengths = q.shape[2], k.shape[2]
-    # Since PyTorch 2.9; it warns of the older argument, which it will drop.
+    # PyTorch 2.9 and later have AuxRequest, and warn that the older `return_lse` will be dropped.
     has_aux = hasattr(module, "AuxRequest")
     o, lse = attend(
         q,
@@ -237,7 +240,10 @@ def _target(
     head_size: int = HEAD_SIZE,
     **options: Any,
 ) -> Target:
-    """Of a function of a module, or of one of this file, whose source a script shows."""
+    """Makes a target of a function of `module`, or of this file if `module` is None.
+
+    A script imports the module, or contains the source of the function of this file.
+    """
     name = function.__name__ if module is None else f"{module}.{function.__name__}"
     head = inspect.getsource(function).splitlines() if module is None else [f"import {module}"]
     called = Function(
@@ -267,10 +273,10 @@ def _require(library: str, choice: str, choices: Iterable[str], say: str) -> Non
 
 
 def _imported(module: str, command: str) -> Any:
-    """The module; `command` installs it.
+    """Imports and returns a module, which `command` installs.
 
     Raises:
-      TargetError: it is absent.
+      TargetError: the module is not installed.
     """
     try:
         return importlib.import_module(module)

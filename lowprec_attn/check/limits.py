@@ -1,4 +1,4 @@
-"""What rounding explains: the largest row error of every result of a problem."""
+"""Finds the largest row error of each result of a problem that rounding explains."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,19 +11,20 @@ from lowprec_attn.check.problems import Problem, padded
 from lowprec_attn.check.trials import Trial
 from lowprec_attn.numerics import Numerics
 
-_TIMES = 6.0  # a bug errs by more than this, times the largest row error of a plausible arithmetic
-_PLAUSIBLE = 8.0  # arithmetics at most this much farther than the nearest
-_MULTIPLE = 256  # rows and keys of a problem to which the nearest arithmetics are applied
-_EMULATED = 3  # of the nearest arithmetics, on a problem where a bug seems to be
+_TIMES = 6.0  # a bug errs by more than this times the largest row error of plausible arithmetics
+_PLAUSIBLE = 8.0  # plausible arithmetics are at most this many times farther than the nearest
+_MULTIPLE = 256  # emulated problems have their rows and keys padded to a multiple of this
+_EMULATED = 3  # number of nearest arithmetics emulated on a problem that seems to show a bug
 
 
 class Limits:
-    """Those of the core problems, by the arithmetics that are near to the kernel's results.
+    """The largest errors that rounding explains, according to arithmetics near to the kernel.
 
     Attributes:
-      of_core: by problem and result.
-      search, ranked: the arithmetics, nearest first, found without what a bug has spoilt.
-      risks: errors that grow with the scores, in sentences.
+      of_core: the limit of each result of each core problem.
+      search: the search for the nearest arithmetics, without the results that a bug has spoilt.
+      ranked: the arithmetics that it tried, nearest first.
+      risks: sentences about errors that grow with the scores.
     """
 
     def __init__(self, emulation: Emulation, core: Sequence[Trial]) -> None:
@@ -62,9 +63,11 @@ class Limits:
             return None
 
     def of_feature(self, trial: Trial) -> dict[str, float]:
-        """Those of the core problems with scores no larger, and of the plainest.
+        """Returns the limits of a feature problem, by result.
 
-        A result that no core problem has may err as much as the worst of the others.
+        They are the largest limits of the first core problem, which is the plainest, and of the
+        core problems with scores at most twice this problem's. A result that no core problem has
+        gets the largest limit of the others.
         """
         score = 2 * trial.largest_score
         core = enumerate(self._core)
@@ -74,8 +77,11 @@ class Limits:
         return limits | _of_sinks(trial.problem, limits)
 
     def emulated(self, trial: Trial) -> dict[str, float]:
-        """As `of_feature`, and what the nearest arithmetics themselves do to the problem."""
-        # Of one shape: most operations are then compiled for the first problem alone.
+        """Returns the limits of `of_feature`, raised where the nearest arithmetics err by more.
+
+        These arithmetics are emulated on the problem itself.
+        """
+        # Padding gives most problems one shape, so that most operations are compiled only once.
         emulation = Emulation([padded(trial.problem, _MULTIPLE)], self._dtype)
         tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
         cropped = (without_padding(x, trial.exact.found) for x in tried if x is not None)
@@ -113,9 +119,9 @@ class Limits:
         }
 
     def _grows_with_scores(self, at: tuple[int, str], beyond: set[tuple[int, str]]) -> bool:
-        """Whether no problem with scores as large is free of it: then S may be rounded.
+        """Whether every problem with equal or larger scores shows the error, so S may be rounded.
 
-        A rounded S errs in O as well: an lse that alone errs is a rounded lse.
+        A rounded S spoils O as well. If lse alone errs, lse itself is rounded.
         """
         i, name = at
         if np.isinf(self._core[i].errors[name]).any() or (name == "lse" and (i, "o") not in beyond):
@@ -127,7 +133,7 @@ class Limits:
 
 
 def without_padding(found: Found, exact: Found) -> Found:
-    """Results of a padded problem without what was padded."""
+    """Removes the padding from the results of a padded problem."""
     cropped = {n: x[:, : exact[n].shape[1]] for n, x in found.items() if n in exact}
     if "dbias" in cropped:
         cropped["dbias"] = cropped["dbias"][..., : exact["dbias"].shape[-1]]
@@ -135,7 +141,7 @@ def without_padding(found: Found, exact: Found) -> Found:
 
 
 def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]:
-    """The limit of the gradient of the sinks: a sum over all rows, whose errors average out."""
+    """Returns the limit of the sinks' gradient, a sum over all rows whose errors average out."""
     if problem.masking.sinks is None:
         return {}
     rows = problem.q.shape[0] * problem.q.shape[1]
@@ -143,7 +149,10 @@ def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]
 
 
 def _floor(problem: Problem) -> float:
-    """A quarter of the dtype's spacing, and what the order of sums in S does to P."""
+    """Returns the least limit: a quarter of the dtype's spacing, and the error of P from S's sums.
+
+    The order of the sums in S changes S in float32, and P with it.
+    """
     q, k = (np.abs(x.astype(np.float64)) for x in (problem.q, problem.k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     products = np.einsum("btnh,bsnh->bnts", q, k).max() * problem.scale

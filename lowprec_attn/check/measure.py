@@ -1,12 +1,14 @@
-"""How far results lie from float64, row by row, in units that rounding errors have.
+"""Measures how far results lie from float64, row by row, in units that suit rounding errors.
 
-The unit of a row is the sum of the absolute values that make it: ‖Σ_j P_ij |v_j|‖ for O, and for
-dQ scale · ‖Σ_j P_ij (|dO|·|v_j| + …) |k_j|‖, whose small difference the true gradient may be. Every
-rounding of a factor changes a row by some 2⁻⁹ of that, whatever the problem; a bug by about 1. The
-unit of lse is 1: an error of lse is a relative one of P.
+The unit of a row is the norm of the sum of the absolute values that make it. It is
+‖Σ_j P_ij |v_j|‖ for O, and scale · ‖Σ_j P_ij (|dO|·|v_j| + …) |k_j|‖ for dQ. The true gradient may
+be a small difference of such terms. On any problem, rounding a factor changes a row by about 2⁻⁹
+units, and a bug changes it by about 1. The unit of lse is 1, because an error of lse is a relative
+error of P.
 
-Every result is an array of rows [B, rows, heads, values]. lse has one value a row, the gradient of
-the bias [1, T, N, S] has a row a query, and that of the sinks [1, 1, N, 1] one in all.
+Every result is an array of rows [B, rows, heads, values]. lse has one value per row. The gradient
+of the bias, [1, T, N, S], has one row per query, and the gradient of the sinks, [1, 1, N, 1], has
+one row in all.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ import numpy as np
 from lowprec_attn.attention import reference
 from lowprec_attn.check.problems import Problem, products
 
-RESULTS = ("o", "dq", "dk", "dv")  # of every kernel
+RESULTS = ("o", "dq", "dk", "dv")  # what every kernel returns
 EVERY = (*RESULTS, "lse", "dsinks", "dbias")
 GRADIENTS = ("dq", "dk", "dv")
 WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"} | {
@@ -24,14 +26,19 @@ WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"} | {
 }
 
 Found = dict[str, np.ndarray]
-_FLOOR = 1e-3  # of the RMS unit of a head: rows that hardly anything reaches
+_FLOOR = 1e-3  # the least unit of a row, as a part of its head's RMS unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """float64: the results; the units of their rows; rows that see a key [B, T, N].
+    """The float64 results of a problem, and the units of their errors.
 
-    slope: the derivative of the soft cap [B, N, T, S]; 1 without one.
+    Attributes:
+      found: the results, by name.
+      units: the unit of every row [B, rows, heads], by result.
+      p, dp: P and dP [B, N, T, S].
+      slope: the derivative of the soft cap [B, N, T, S]; [1, 1, 1, 1] of ones without a cap.
+      sees: whether a row sees a key [B, T, N].
     """
 
     found: Found
@@ -43,7 +50,7 @@ class Exact:
 
 
 def exact(problem: Problem) -> Exact:
-    """Float64 results of a problem and the units of their errors."""
+    """Computes the float64 results of a problem and the units of their errors."""
     forward, backward = both_passes(problem)
     return Exact(
         results(problem, forward, backward),
@@ -56,14 +63,14 @@ def exact(problem: Problem) -> Exact:
 
 
 def both_passes(problem: Problem) -> tuple[reference.Forward, reference.Backward]:
-    """Of the float64 reference."""
+    """Runs the forward and backward passes of the float64 reference."""
     q, k, v, do = problem.arrays
     forward = reference.attention(q, k, v, **problem.settings)
     return forward, reference.backward(q, k, v, do, dlse=problem.dlse, **problem.settings)
 
 
 def results(problem: Problem, forward: reference.Forward, backward: reference.Backward) -> Found:
-    """As arrays of rows: those that a problem has."""
+    """Returns the results that a problem has, as arrays of rows."""
     found = {
         "o": forward.o,
         "dq": backward.dq,
@@ -79,7 +86,7 @@ def results(problem: Problem, forward: reference.Forward, backward: reference.Ba
 
 
 def as_rows(found: Found) -> Found:
-    """Results with lse [B, T, N], dsinks [N] and dbias [1, N, T, S] as arrays of rows."""
+    """Turns results with lse [B, T, N], dsinks [N] and dbias [1, N, T, S] into arrays of rows."""
     turns = {
         "lse": lambda x: x[..., None],
         "dsinks": lambda x: x[None, None, :, None],
@@ -99,7 +106,7 @@ def as_given(found: Found) -> Found:
 
 
 def slope(problem: Problem) -> np.ndarray:
-    """1 − tanh²(q kᵀ · scale / c), [B, N, T, S]; [1, 1, 1, 1] without a soft cap."""
+    """The soft cap's slope 1 − tanh²(q kᵀ · scale / c) [B, N, T, S]; [1, 1, 1, 1] without a cap."""
     if problem.soft_cap is None:
         return np.ones((1, 1, 1, 1))
     return 1 - np.tanh(products(problem) / problem.soft_cap) ** 2
@@ -114,7 +121,7 @@ def _units(problem: Problem, forward: reference.Forward) -> Found:
     dlse = np.zeros(q.shape[:3]) if problem.dlse is None else np.abs(problem.dlse)
     less = np.sum(p * dp, -1, keepdims=True) + dlse.transpose(0, 2, 1)[..., None]
     ds = p * (dp + less)
-    # The slope is a difference too, of 1 and tanh².
+    # The slope is itself a difference, 1 − tanh², so its terms are summed in absolute value.
     dx = ds * (2 - slope(problem)) * problem.scale
     units = {
         "o": reference.over_keys(p, v),
@@ -139,21 +146,21 @@ def _units(problem: Problem, forward: reference.Forward) -> Found:
 
 
 def by_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
-    """The sum over the query heads of each key head: [B, S, N, H] to [B, S, K, H]."""
+    """Sums over the query heads of each key head: [B, S, N, H] to [B, S, K, H]."""
     b, s, _, h = x.shape
     return x.reshape(b, s, kv_heads, -1, h).sum(3)
 
 
 def row_errors(found: Found, of: Exact, against: Found | None = None) -> Found:
-    """‖x − x64‖ / unit of every row [B, rows, heads]; inf where a row is not finite.
+    """Returns ‖x − x64‖ / unit of every row [B, rows, heads]; inf where a row is not finite.
 
-    Rows that see no key are left out (0): in O what stands there is a convention, if it is finite;
-    in lse it is one where there is no sink either.
+    Rows that see no key have the error 0. Any finite O is allowed in such a row, and any lse if
+    there is no sink either, because both are conventions.
 
     Args:
-      found: results in float64, some of `EVERY`.
+      found: some of the results `EVERY`, in float64.
       of: the exact results and units.
-      against: other results in the place of the exact ones.
+      against: results to measure from in place of the exact ones.
     """
     errors = {}
     for name in EVERY:
@@ -172,7 +179,7 @@ def row_errors(found: Found, of: Exact, against: Found | None = None) -> Found:
 
 
 def relative(found: np.ndarray, exact: np.ndarray) -> float:
-    """‖found − exact‖ / ‖exact‖ of the whole array, but for what is infinite in the exact one."""
+    """Returns ‖found − exact‖ / ‖exact‖ over the values that are finite in `exact`."""
     counted = np.isfinite(exact)
     size = float(np.linalg.norm(exact[counted]))
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,14 +1,14 @@
-"""Words for rows, keys and heads."""
+"""Says in words in which rows, keys and heads a result errs."""
 
 import numpy as np
 
 
 def words(name: str, bad: np.ndarray) -> str:
-    """Where a result errs.
+    """Returns words for the places where a result errs.
 
     Args:
-      name: of the result.
-      bad: which of its rows do [B, rows, heads].
+      name: the name of the result.
+      bad: whether each of its rows errs [B, rows, heads].
     """
     sequences, rows, heads = (np.flatnonzero(bad.any(axes)) for axes in ((1, 2), (0, 2), (0, 1)))
     parts = [f"heads {_range(heads, bad.shape[2])}"]

@@ -1,9 +1,9 @@
-"""Hard inputs of attention, small and by name.
+"""Makes small, hard, named inputs of attention.
 
-`core` problems share one shape, so that every candidate's arithmetic meets all of them in one
-call. `feature` problems each ask for one more thing: odd lengths, groups of heads, masks, another
-scale, a window, a soft cap, sinks, a bias, a gradient of lse. Values are rounded to the dtype asked
-for, so that float64 sees what the kernel sees.
+All `core` problems share one shape, so that a candidate arithmetic can run all of them in one call.
+Each of the `features` problems adds one thing: odd lengths, grouped heads, a mask, another scale, a
+window, a soft cap, sinks, a bias or a gradient of lse. Values are rounded to the requested dtype,
+so that the float64 reference sees the same values as the kernel.
 """
 
 import dataclasses
@@ -23,26 +23,27 @@ DTYPES = {
     "float32": np.dtype(np.float32),
 }
 
-# Of a core problem: two and a half tiles of 64, one and a quarter of 128.
+# The size of a core problem. 160 tokens fill 2.5 tiles of 64, or 1.25 tiles of 128.
 TOKENS, HEADS, HEAD_SIZE = 160, 2, 64
-_SOFT_CAP = 2.0  # of the problem that asks for one: its scores reach ± 4
-_BIAS = 2.0  # standard deviation
+_SOFT_CAP = 2.0  # the cap of the soft-cap problem, whose scores reach ± 4
+_BIAS = 2.0  # the standard deviation of a bias
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """q, dO [B, T, N, H], k, v [B, S, K, H], and which keys a row sees.
+    """The inputs of one call: q, dO [B, T, N, H], k, v [B, S, K, H], and which keys a row sees.
 
     Attributes:
-      name: of the problem, such as `clustered keys, scores up to 1,000`.
-      about: what it is, in a few words.
-      scale: factor of q kᵀ.
-      masking: with the bias [1, N, T, S] and the sinks [N], in the dtype of q, where there are any.
-      needs: what a kernel must be able to do: `causal` or `full`, and of `groups`, `lengths` (other
-        numbers of keys than of queries), `mask`, `scale` (another than 1/√H), `window`, `soft_cap`,
-        `sinks`, `bias`, `lse` (its gradient).
-      soft_cap: c of c tanh(q kᵀ · scale / c).
-      dlse: gradient of lse, float32 [B, T, N].
+      name: the problem's name, for example `clustered keys, scores up to 1,000`.
+      about: a description in a few words.
+      scale: the factor of q kᵀ.
+      masking: which keys a row sees. It also holds the bias [1, N, T, S] and the sinks [N] if there
+        are any, in the dtype of q.
+      needs: what a kernel must be able to do: `causal` or `full`, and any of `groups`, `lengths`
+        (unequal numbers of keys and queries), `mask`, `scale` (other than 1/√H), `window`,
+        `soft_cap`, `sinks`, `bias` and `lse` (a gradient of lse).
+      soft_cap: c in c tanh(q kᵀ · scale / c), or None.
+      dlse: the gradient of the loss by lse, float32 [B, T, N], or None.
     """
 
     name: str
@@ -64,27 +65,27 @@ class Problem:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of `reference.attention`."""
+        """The keyword arguments for `reference.attention`."""
         return {"scale": self.scale, "soft_cap": self.soft_cap, "masking": self.masking}
 
     def replace(self, **changes: object) -> "Problem":
-        """A copy with other fields."""
+        """Returns a copy with the given fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def masked(self, **changes: object) -> "Problem":
-        """A copy with other fields of its masking."""
+        """Returns a copy with the given fields of its masking replaced."""
         return self.replace(masking=dataclasses.replace(self.masking, **changes))  # type: ignore[arg-type]
 
 
 def products(problem: Problem) -> np.ndarray:
-    """q kᵀ · scale in float64 [B, N, T, S], before a soft cap."""
+    """Returns q kᵀ · scale in float64 [B, N, T, S], before a soft cap."""
     q, k = (x.astype(np.float64) for x in (problem.q, problem.k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     return reference.pairs(q, k) * problem.scale
 
 
 def scores(problem: Problem) -> np.ndarray:
-    """S in float64 [B, N, T, S], of hidden keys too."""
+    """Returns S in float64 [B, N, T, S], including the scores of hidden keys."""
     everywhere = Masking(bias=problem.masking.bias)
     settings = problem.settings | {"masking": everywhere}
     return reference.attention(problem.q, problem.k, problem.v, **settings).s
@@ -93,7 +94,7 @@ def scores(problem: Problem) -> np.ndarray:
 def core(
     dtype: str, *, causal: bool, head_size: int = HEAD_SIZE, tokens: int = TOKENS, seed: int = 0
 ) -> list[Problem]:
-    """The problems on which arithmetics differ, all of one shape."""
+    """Returns the problems on which arithmetics differ, all of one shape."""
     shape = (tokens, HEADS, head_size)
     kinds: list[tuple[str, str, Arrays]] = [
         (up_to(score, words), about, drawn(kind, score, shape, seed))
@@ -117,14 +118,17 @@ CLUSTERED = (1e1, 1e2, 1e3, 1e4)
 
 
 def up_to(score: float, words: str = "clustered keys") -> str:
-    """The name of a problem with this largest |score|."""
+    """Returns the name of a problem whose largest |score| is `score`."""
     return f"{words}, scores up to {score:,.0f}"
 
 
 def extremes(
     dtype: str, *, causal: bool, head_size: int = HEAD_SIZE, tokens: int = TOKENS, seed: int = 0
 ) -> list[Problem]:
-    """Scores of 1e7: every row is one key, and a result must be finite. None in float16."""
+    """Returns a problem with scores up to 1e7, or no problem in float16.
+
+    Every row puts all its weight on one key, and every result must be finite.
+    """
     if dtype == "float16":
         return []
     x = drawn("clustered", 1e7, (tokens, HEADS, head_size), seed)
@@ -134,7 +138,7 @@ def extremes(
 def features(
     dtype: str, *, causal: bool, head_size: int = HEAD_SIZE, seed: int = 0
 ) -> list[Problem]:
-    """One problem for everything else that a kernel may get wrong."""
+    """Returns one problem for each further thing that a kernel may get wrong."""
     rng = np.random.default_rng(seed + 3)
 
     def made(
@@ -185,17 +189,20 @@ def features(
 
 
 def windowed(problem: Problem, window: tuple[int, int]) -> Problem:
-    """Row t sees the keys t − left to t + right alone."""
+    """Adds a window (left, right): row t sees only the keys t − left to t + right."""
     return seeing(problem.masked(window=window).replace(needs=problem.needs | {"window"}))
 
 
 def capped(problem: Problem, soft_cap: float) -> Problem:
-    """With scores c tanh(q kᵀ · scale / c)."""
+    """Adds a soft cap c: scores become c tanh(q kᵀ · scale / c)."""
     return problem.replace(soft_cap=soft_cap, needs=problem.needs | {"soft_cap"})
 
 
 def with_sinks(problem: Problem, seed: int) -> Problem:
-    """With a sink of every head near the median lse of its rows: half of the weight of many."""
+    """Adds a sink to every head, near the median lse of its rows.
+
+    Such a sink takes about half of the weight of many rows.
+    """
     of = reference.attention(problem.q, problem.k, problem.v, **problem.settings)
     draw = np.random.default_rng(seed + 4).standard_normal(problem.q.shape[2])
     lse = np.where(np.isfinite(of.lse), of.lse, np.nan)
@@ -204,7 +211,7 @@ def with_sinks(problem: Problem, seed: int) -> Problem:
 
 
 def biased(problem: Problem, seed: int) -> Problem:
-    """With a bias of every head, query and key."""
+    """Adds a random bias for every head, query and key."""
     shape = (1, problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
     bias = _BIAS * np.random.default_rng(seed + 5).standard_normal(shape)
     bias = bias.astype(problem.q.dtype)
@@ -217,7 +224,7 @@ def _with_dlse(problem: Problem, rng: np.random.Generator) -> Problem:
 
 
 def seeing(problem: Problem) -> Problem:
-    """A loss leaves out rows that see no key: their dO and dlse are 0."""
+    """Sets dO and dlse to 0 in rows that see no key, since a loss leaves such rows out."""
     s = reference.attention(problem.q, problem.k, problem.v, **problem.settings).s
     sees = np.any(s > -np.inf, axis=-1).swapaxes(1, 2)
     dlse = None if problem.dlse is None else np.where(sees, problem.dlse, np.float32(0))
@@ -226,7 +233,10 @@ def seeing(problem: Problem) -> Problem:
 
 
 def padded(problem: Problem, multiple: int) -> Problem:
-    """With rows and keys to a multiple, which nothing sees; who sees what is a mask, alone."""
+    """Pads rows and keys to a multiple, and says by a mask alone which keys a row sees.
+
+    No row sees a padded key, and a padded row sees no key.
+    """
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     more_rows, more_keys = (0, -rows % multiple), (0, -keys % multiple)
     q, do = (np.pad(x, ((0, 0), more_rows, (0, 0), (0, 0))) for x in (problem.q, problem.do))
@@ -244,7 +254,7 @@ def padded(problem: Problem, multiple: int) -> Problem:
 
 
 def sequence(problem: Problem, index: int) -> Problem:
-    """One sequence of a batch."""
+    """Returns a problem that consists of one sequence of the batch."""
     one = slice(index, index + 1)
     q, k, v, do = (x[one] for x in problem.arrays)
     dlse = None if problem.dlse is None else problem.dlse[one]
@@ -257,7 +267,7 @@ def sequence(problem: Problem, index: int) -> Problem:
 def formed(
     name: str, about: str, arrays: Arrays, dtype: str, *, causal: bool, scale: float | None = None
 ) -> Problem:
-    """A problem of arrays that are rounded to the dtype; scale: another than 1/√H."""
+    """Makes a problem of arrays, rounded to the dtype; a scale of None stands for 1/√H."""
     q, k, v, do = (x.astype(DTYPES[dtype]) for x in arrays)
     needs = {"causal" if causal else "full"}
     needs |= {"groups"} if q.shape[2] != k.shape[2] else set()
@@ -268,11 +278,11 @@ def formed(
 
 
 def _masked(problem: Problem, seen: np.ndarray) -> Problem:
-    """With a mask [#T, S]."""
+    """Adds a mask [#T, S]."""
     mask = np.broadcast_to(seen, (problem.q.shape[1], problem.k.shape[1]))[None, None]
     return seeing(problem.masked(mask=mask).replace(needs=problem.needs | {"mask"}))
 
 
 def served(problems: list[Problem], can: frozenset[str]) -> Iterator[Problem]:
-    """The problems that need nothing else than a kernel can do."""
+    """Returns the problems that need only what a kernel can do."""
     return (problem for problem in problems if problem.needs <= can)

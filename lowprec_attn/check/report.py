@@ -1,4 +1,4 @@
-"""What `check` says of a target, as data."""
+"""The records in which `check` reports what it found."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,14 +16,16 @@ class Bug:
     """An error that no rounding explains.
 
     Attributes:
-      name: what it is, in words.
-      results: that it spoils, such as `dk`.
-      problem: the simplest that shows it.
-      where: rows, keys and heads.
-      others: names of further problems that show it.
-      times: the largest error over the largest that rounding explains.
-      smallest: shape of the smallest case that shows it, in words; empty where none was asked for.
-      files: that case and a script that shows it.
+      name: what the bug is, in words.
+      results: the results that it spoils, for example `dk`.
+      problem: the name of the problem whose errors are reported. It is the first of the problems
+        in which the bug spoils most results.
+      where: the rows, keys and heads that err, in words.
+      others: the names of further problems that show the bug.
+      times: the largest ratio of an error to the largest error that rounding explains.
+      smallest: the shape of the smallest case that shows the bug, in words; empty if no case was
+        written.
+      files: the paths of this case and of a script that shows the bug.
     """
 
     name: str
@@ -41,12 +43,12 @@ class Arithmetic:
     """The arithmetic that explains the results.
 
     Attributes:
-      name: a preset, and what of it is changed.
-      distance: to it, of each result, and over all.
-      alike: others that the results do not tell from it.
-      next: the nearest preset that they do, and how many times farther it is in the result that
-        tells most.
-      explains: whether it lies nearer to the kernel than float64 does, by a factor of 2.
+      name: a preset, and the changes of it.
+      distance: how far each of the kernel's results lies from it.
+      alike: the names of other arithmetics that the results cannot tell from it.
+      next: the nearest preset that they can, and how many times farther it lies in the result that
+        differs most; None if there is none.
+      explains: whether its distance is less than half of float64's distance from the kernel.
       match: its numerics and results.
     """
 
@@ -64,18 +66,18 @@ class Report:
 
     Attributes:
       target, dtype: what was checked.
-      setting: what every problem had.
+      setting: the scale, window, soft cap, sinks and bias that every problem had.
       state: `right`, `risk` or `bug`.
-      arithmetic: None where a bug leaves nothing to tell it by.
-      bugs: what no rounding explains.
-      risks: sentences.
-      notes: what else was seen, in sentences.
-      effects: on clustered problems, by name.
-      cures: what is left under each cure; empty where none is needed.
-      allowed: the largest row sum of dS that its cast explains.
+      arithmetic: the arithmetic that explains the results, or None if bugs spoilt all of them.
+      bugs: errors that no rounding explains.
+      risks: sentences about risks.
+      notes: sentences about further observations.
+      effects: what the errors of dQ do to training, by name of the clustered problem.
+      cures: what each cure leaves of these effects; empty if no cure is needed.
+      allowed: the largest row sum of dS that is no risk.
       errors: ‖x − x64‖ / ‖x64‖ of every problem and result.
-      refused: problems that the kernel refused, and why.
-      not_tried: problems that need what the kernel cannot do.
+      refused: the problems that the kernel refused, each with the reason.
+      not_tried: the names of problems that need what the kernel cannot do.
     """
 
     target: str

@@ -1,4 +1,7 @@
-"""The smallest case that still shows a bug, and a script that shows it without this package."""
+"""Finds the smallest case that still shows a bug, and writes it with a script that shows the bug.
+
+The script runs without this package.
+"""
 
 import dataclasses
 import io
@@ -19,18 +22,18 @@ _SECONDS = 15.0
 
 
 def smallest(problem: Problem, shows: Callable[[Problem], bool]) -> Problem:
-    """The problem with sequences, heads, rows and keys taken away as long as the bug shows.
+    """Removes sequences, heads, rows and keys from a problem for as long as the bug shows.
 
     Args:
-      problem: that shows it.
-      shows: whether another one does; must not raise.
+      problem: a problem that shows the bug.
+      shows: returns whether another problem shows it; must not raise.
     """
     end = time.monotonic() + _SECONDS
     smaller = True
     while smaller:
         smaller = False
         for candidate in _smaller(problem):
-            # Which axis of lse is which must stay clear.
+            # T and N must differ, so that the axes of lse can be told apart by their sizes.
             if candidate.q.shape[1] == candidate.q.shape[2] > 1:
                 continue
             if time.monotonic() > end:
@@ -42,7 +45,7 @@ def smallest(problem: Problem, shows: Callable[[Problem], bool]) -> Problem:
 
 
 def _smaller(problem: Problem) -> Iterator[Problem]:
-    """The boldest cuts first."""
+    """Yields smaller problems, those with the largest cuts first."""
     batch, rows, heads, _ = problem.q.shape
     keys, kv_heads = problem.k.shape[1:3]
     group = heads // kv_heads
@@ -98,10 +101,10 @@ def _cut(
 
 
 def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Path, Path]:
-    """Writes `STEM.npz`, with the exact results beside the inputs, and `STEM.py`; returns both.
+    """Writes inputs and exact results to `STEM.npz` and a script to `STEM.py`; returns both paths.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: the files cannot be written.
     """
     exact_found = as_given(exact(problem).found)
     names = tuple(n for n in exact_found if n != "lse" or problem.dlse is not None)

@@ -1,4 +1,4 @@
-"""An attention function of any library, what it can do, and how a user says so."""
+"""Describes an attention function of any library: what it can do, and how a user says so."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from lowprec_attn.check.measure import Found
 from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
 
 Alignment = Literal["start", "end"]
-# What a kernel may be able to do; see `Problem.needs`.
+# The abilities that a kernel may have; see `Problem.needs`.
 ABILITIES = (
     "causal",
     "full",
@@ -33,26 +33,29 @@ class Options:
     """How `check` calls a function.
 
     Attributes:
-      framework: `jax` or `torch`; None: that which its module imports, if it is one.
-      layout: of q, k, v, O: `BTNH` or `BNTH`; None: `BNTH` for a function with the parameters of
-        PyTorch's scaled_dot_product_attention, which is then called as that, else `BTNH`.
-      causal: whether it is causal; None where `keywords` has `causal`.
-      keywords: what the function calls `causal`, `scale`, `mask` (boolean [B, 1, T, S], True
-        where a key is seen), `window` (a pair), `soft_cap`, `sinks` ([N]) and `bias`
-        ([1, N, T, S]), of those that it takes; None: none of them.
-      scale: factor of q kᵀ that it has by itself; None: 1/√H.
-      window: (left, right), or one number for both: in every problem row t sees the keys t − left
-        to t + right alone. The function has it by itself, or takes it by its keyword.
-      soft_cap: c of scores c tanh(q kᵀ · scale / c) in every problem, likewise.
+      framework: `jax` or `torch`; None: the one of the two that the function's module imports.
+      layout: the axes of q, k, v and O, `BTNH` or `BNTH`. None: `BNTH` for a function with the
+        parameters of PyTorch's scaled_dot_product_attention, which is then called like it; `BTNH`
+        for any other function.
+      causal: whether the function is causal; None if `keywords` has `causal`.
+      keywords: the function's own names for those of `causal`, `scale`, `mask` (boolean
+        [B, 1, T, S], True where a key is seen), `window` (a pair), `soft_cap`, `sinks` ([N]) and
+        `bias` ([1, N, T, S]) that it takes; None if it takes none.
+      scale: the factor of q kᵀ that the function fixes itself; None: 1/√H.
+      window: (left, right), or one number for both: in every problem, row t sees only the keys
+        t − left to t + right. The function has this window built in, or takes it by its keyword.
+      soft_cap: c of the scores c tanh(q kᵀ · scale / c) in every problem. The function has this cap
+        built in, or takes it by its keyword.
       sinks: whether every problem has attention sinks, one more score per head. The function takes
-        them by its keyword, `sinks` unless `keywords` says another.
-      bias: whether every problem has a bias, added to the scaled and capped scores; likewise.
-      groups: whether it takes fewer key heads than query heads.
-      lse_gradient: whether the gradient of an lse that it returns beside O is tried.
-      alignment: which row and key the causal diagonal and the window align where the lengths
-        differ, the first (`start`) or the last (`end`); None: whichever its O shows.
-      numerics: of this library's implementations.
-      tokens, head_size: of the core problems; None: what suits the target.
+        them by its keyword, which is `sinks` unless `keywords` gives another name.
+      bias: whether every problem has a bias, which is added to the scaled and capped scores. The
+        function takes it by its keyword, which is `bias` unless `keywords` gives another name.
+      groups: whether the function takes fewer key heads than query heads.
+      lse_gradient: whether to try the gradient of lse, if the function returns lse beside O.
+      alignment: whether the causal diagonal and the window are aligned at the first (`start`) or at
+        the last (`end`) row and key, if the lengths differ; None: whichever fits its O better.
+      numerics: the arithmetic of this library's implementations.
+      tokens, head_size: the sizes of the core problems; None: what suits the target.
     """
 
     framework: str | None = None
@@ -72,13 +75,14 @@ class Options:
     head_size: int | None = None
 
 
-# Sixteen keys make ties; scores of all pairs are held in float64, several times.
+# At least sixteen tokens, since that many keys make ties. At most 4096, since several float64
+# arrays hold the scores of all pairs.
 _SIZES = {"tokens": (16, 4096), "head_size": (1, 1024)}
 _FAR = 2**30
 
 
 def _in_float32(value: float) -> bool:
-    """Whether float32 holds the number, and not as 0."""
+    """Whether the number, rounded to float32, is finite and not 0."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.float32(value)
     return bool(np.isfinite(rounded)) and rounded != 0
@@ -86,10 +90,10 @@ def _in_float32(value: float) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The window, soft cap, sinks and bias that every problem has.
+    """The scale, window, soft cap, sinks and bias that every problem has.
 
     Attributes:
-      scale: that the function has by itself; None: 1/√H, and that which a problem asks for.
+      scale: the scale that the function fixes itself; None: each problem's own, 1/√H for most.
       window, soft_cap, sinks, bias: see `Options`.
     """
 
@@ -101,10 +105,10 @@ class Setting:
 
     @classmethod
     def of(cls, options: Options) -> "Setting":
-        """What the options ask for.
+        """Returns the window, soft cap, sinks and bias that the options ask for.
 
         Raises:
-          TargetError: a window or soft cap that is none, or another number out of its range.
+          TargetError: the window, soft cap or another number is out of its range.
         """
         for name, (least, most) in _SIZES.items():
             size = getattr(options, name)
@@ -118,7 +122,7 @@ class Setting:
                 "--window must be LEFT,RIGHT, or one number for both, each 0 or more, got "
                 f"{options.window!r}"
             ) from error
-        if window is not None:  # beyond every length
+        if window is not None:  # `_FAR` is larger than every length
             window = (min(window[0], _FAR), min(window[1], _FAR))
         for name in ("scale", "soft_cap"):
             value = getattr(options, name)
@@ -133,13 +137,13 @@ class Setting:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those of `ABILITIES` that every problem has, but for the scale."""
+        """The names in `ABILITIES` of what every problem has, except for the scale."""
         given = {name: getattr(self, name) for name in ("window", "soft_cap", "sinks", "bias")}
         return frozenset(name for name, value in given.items() if value not in (None, False))
 
     @property
     def words(self) -> str:
-        """Such as `a window of 16 and 0, sinks`; empty without any."""
+        """The setting in words, for example `a window of 16 and 0, sinks`; may be empty."""
         parts = []
         if self.window is not None:
             parts.append(f"a window of {self.window[0]} and {self.window[1]}")
@@ -150,7 +154,7 @@ class Setting:
         return ", ".join(parts)
 
     def applied(self, problem: Problem, seed: int) -> Problem:
-        """The problem with all of it; where the scale is another, q makes up for it."""
+        """Applies the setting to a problem; another scale is made up for by a factor of q."""
         if self.scale is not None:
             factor = problem.scale / self.scale
             q = (problem.q.astype(np.float32) * factor).astype(problem.q.dtype)
@@ -169,15 +173,17 @@ class Target:
     """An attention function, and the calls that it serves.
 
     Attributes:
-      name: as the user gave it.
-      call: takes a problem; raises whatever the library raises where it cannot serve.
-      can: of `ABILITIES`, and `lse` where it returns lse if a problem has a gradient of it.
-      setting: what every problem has.
+      name: the name that the user gave.
+      call: takes a problem and returns the results; raises whatever the library raises if it cannot
+        serve the problem.
+      can: its abilities, from `ABILITIES`, and `lse` if it returns lse for problems that have a
+        gradient of lse.
+      setting: the settings that all its problems share.
       lse_gradient, alignment: see `Options`.
-      script: lines of Python that form `found` from arrays `a`, without this package; takes the
-        problem.
-      notes: what was concluded about it, in sentences.
-      tokens, head_size: of the core problems.
+      script: takes a problem and returns lines of Python that compute `found` from the arrays `a`,
+        without this package.
+      notes: sentences about what was concluded about the function.
+      tokens, head_size: the sizes of the core problems.
     """
 
     name: str
@@ -193,12 +199,12 @@ class Target:
 
     @property
     def causal(self) -> bool:
-        """Whether the core problems are causal, as they are where it can be."""
+        """Whether the core problems are causal, which they are if the target can be causal."""
         return "causal" in self.can
 
 
 def aligned(problem: Problem, alignment: Alignment) -> Problem:
-    """The problem with causal diagonal and window at the first row and key, or at the last."""
+    """Aligns the problem's causal diagonal and window at the first or at the last row and key."""
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     has_positions = problem.masking.is_causal or problem.masking.window is not None
     offset = keys - rows if alignment == "end" and has_positions else 0

@@ -1,4 +1,4 @@
-"""Targets by name: attention functions of any library, as one call."""
+"""Finds targets by name: attention functions of any library, each as one call."""
 
 import dataclasses
 
@@ -24,11 +24,11 @@ _NAMES = {"window": "window", "soft_cap": "soft cap", "sinks": "sinks", "bias": 
 
 
 def find(name: str, options: Options | None = None) -> Target:
-    """The target of this name.
+    """Returns the target with this name.
 
     Raises:
-      TargetError: there is none, its library is absent, an option is missing, or it has not what
-        every problem should have.
+      TargetError: there is no such target, its library is not installed, an option is missing or
+        does not apply, or the target lacks what every problem should have.
     """
     options = options or Options()
     library, _, choice = name.partition(":")

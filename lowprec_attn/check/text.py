@@ -1,4 +1,4 @@
-"""A report in words: for a terminal of 100 columns, as JSON, as a page."""
+"""Writes a report as text for a terminal of 100 columns, as JSON, or as a web page."""
 
 import dataclasses
 import textwrap
@@ -48,7 +48,7 @@ _STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
 
 
 def described(numerics: Numerics) -> str:
-    """The roundings of an arithmetic, in the order in which they are made."""
+    """Describes the roundings of an arithmetic, in the order in which they are made."""
     n = numerics
     scores = _SCORES.get(str(n.scores), str(n.scores))
     probs = "P divided by l, then" if n.normalize_probs else "P̄"
@@ -66,7 +66,7 @@ def described(numerics: Numerics) -> str:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """What the command prints."""
+    """Yields the lines that the command prints."""
     tried = len(report.errors)
     setting = f", {report.setting.words}" if report.setting.words else ""
     yield from _wrapped(
@@ -99,7 +99,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def headline(report: Report) -> str:
-    """The verdict in one sentence."""
+    """Returns the verdict in one sentence."""
     if report.state == "bug":
         names = "; ".join(bug.name for bug in report.bugs)
         return f"{'a bug' if len(report.bugs) == 1 else f'{len(report.bugs)} bugs'}: {names}"
@@ -143,7 +143,7 @@ def _arithmetic(found: Arithmetic) -> Iterator[str]:
 
 
 def effects(report: Report) -> list[tuple[str, ...]]:
-    """A table of what the arithmetic does to training, with its header."""
+    """Returns the table of what the arithmetic does to training, with its header."""
     return [
         (
             "keys that cluster: largest score",
@@ -164,7 +164,7 @@ def effects(report: Report) -> list[tuple[str, ...]]:
 
 
 def cures(report: Report) -> list[tuple[str, ...]]:
-    """A table of what is left under each cure, the best first, with its header."""
+    """Returns the table of what each cure leaves, the best cure first, with its header."""
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
     return [
         ("with another δ", "row sum of dS", "error of W_Q's gradient", ""),
@@ -193,11 +193,11 @@ def _cures(report: Report) -> Iterator[str]:
 
 
 def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
-    """What to call in JAX and PyTorch.
+    """Yields lines that say what to call instead in JAX and PyTorch.
 
     Args:
-      names: of what every problem had: it must be served.
-      cure: the preset.
+      names: the names of what every problem had, such as `sinks`; the call must serve all of it.
+      cure: the name of the preset that cures the arithmetic.
     """
     unfused = ", or jax.nn.dot_product_attention(…, implementation='xla')"
     yield from _wrapped(
@@ -228,7 +228,7 @@ def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as JSON values, without arrays; `numerics` is text."""
+    """Returns the report as JSON values, without arrays; `numerics` is text."""
     found = dataclasses.asdict(dataclasses.replace(report, arithmetic=None))
     if report.arithmetic is not None:
         fields = dataclasses.fields(report.arithmetic)
@@ -239,10 +239,10 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def write(report: Report, json: Path | None, html: Path | None) -> None:
-    """Writes the report to files.
+    """Writes the report to a JSON file and an HTML page; None leaves one out.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: a file cannot be written.
     """
     if json is not None:
         with writing(json):

@@ -1,7 +1,7 @@
-"""What an arithmetic does to training: the errors of dQ where keys have a common part.
+"""Measures what an arithmetic does to training: the errors of dQ if keys have a common part.
 
-Rows of dS must sum to zero. What is left of the sum moves q along ± the mean of the keys that the
-row sees, and adds up in W_Q. It shows most in saturated heads, where the true gradient has faded.
+Rows of dS must sum to zero. A nonzero sum moves q along ± the mean of the keys that the row sees,
+and these errors add up in W_Q. They matter most in saturated heads, whose true gradient is small.
 """
 
 import dataclasses
@@ -17,17 +17,21 @@ from lowprec_attn.check.measure import Exact, Found, both_passes, relative
 from lowprec_attn.check.problems import CLUSTERED, Problem, up_to
 from lowprec_attn.numerics import PRESETS, Numerics
 
-# Of a row sum, on clustered keys with scores of 10 and 100. Where δ is formed of O it is 4e-4 to
-# 2e-3 in bfloat16, and trainings with it ran away; where rows of dS sum to zero before their cast,
-# the cast leaves 1e-4, and none ran away (docs/failure.md).
+# A larger row sum of dS, on clustered keys with scores of 10 and 100, is a risk. If δ is computed
+# from O, the row sum is 4e-4 to 2e-3 in bfloat16, and trainings with it ran away. If rows of dS sum
+# to zero before their cast, the cast leaves 1e-4, and no training ran away (docs/failure.md).
 RISK = 2.5e-4
-# Of what the casts of dS and dQ leave. Arithmetics whose rows sum to zero before the cast had 0.78
-# to 1.25 of it (ten seeds, two sizes, with each of window, soft cap, sinks, bias and with all);
-# `flash` 5.6 and more without sinks, 1.4 and more with them, 1.2 and more with everything.
+# Row sums up to this many times `row_sum_of_casts` are no risk. The ratio was 0.78 to 1.25 for
+# arithmetics whose rows sum to zero before the cast (ten seeds and two sizes, with each of window,
+# soft cap, sinks and bias, and with all of them). For `flash` it was at least 5.6 without sinks,
+# 1.4 with sinks, and 1.2 with everything.
 _CASTS = 1.3
-# Of W_Q's gradient with scores up to 1e3. A bfloat16 dS alone makes 1 %.
+# A larger relative error of W_Q's gradient with scores up to 1e3 is a risk. A bfloat16 dS alone
+# causes 1 %.
 RISK_OF_SCORES = 0.05
-_REACHED = 0.01  # of a row's weight, on keys that a sink or a flat soft cap leaves a gradient
+# A row counts if more than this part of its weight lies on keys and passes a gradient: a sink takes
+# weight from the keys, and a saturated soft cap passes no gradient.
+_REACHED = 0.01
 CURES = (
     "float32_output",
     "halves_output",
@@ -51,12 +55,12 @@ _NAMES = tuple(map(up_to, CLUSTERED))
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """On one clustered problem.
+    """The errors on one clustered problem.
 
     Attributes:
       dq: ‖dQ − dQ64‖ / ‖dQ64‖.
-      row_sum: RMS over the rows of Σ_j dS, over that of Σ_j |P dP|; inferred from dQ.
-      query_weight: ‖X^T (dQ − dQ64)‖ / ‖X^T dQ64‖ of the worst head, where q itself stands for X.
+      row_sum: the RMS over rows of Σ_j dS, inferred from dQ, divided by the RMS of Σ_j |P dP|.
+      query_weight: ‖X^T (dQ − dQ64)‖ / ‖X^T dQ64‖ of the worst head, with q itself in place of X.
     """
 
     dq: float
@@ -65,7 +69,7 @@ class Effect:
 
 
 def effect(problem: Problem, exact: Exact, dq: np.ndarray) -> Effect:
-    """Of a dQ on a problem with as many key heads as query heads."""
+    """Returns the effect of a dQ; the problem must have equal numbers of key and query heads."""
     q = problem.q.astype(np.float64)
     error = dq - exact.found["dq"]
     _, pk = _leak(problem, exact)
@@ -82,9 +86,10 @@ def effect(problem: Problem, exact: Exact, dq: np.ndarray) -> Effect:
 
 
 def _leak(problem: Problem, exact: Exact) -> tuple[np.ndarray, np.ndarray]:
-    """k [B, S, N, H] and what a row's δ, wrong by 1, adds to its dQ: scale · Σ_j P_j k_j.
+    """Returns k [B, S, N, H], and the error [B, T, N, H] of dQ if δ is wrong by 1, up to the sign.
 
-    P times a number passes through the soft cap's slope.
+    This error is scale · Σ_j P_j k_j, because dS is wrong by P. With a soft cap P_j is multiplied
+    by the cap's slope.
     """
     k = problem.k.astype(np.float64)
     return k, problem.scale * np.einsum("bnts,bsnh->btnh", exact.p * exact.slope, k)
@@ -95,7 +100,7 @@ def _square(rows: np.ndarray) -> np.ndarray:
 
 
 def _relative_to_rows(squares: np.ndarray, exact: Exact) -> float:
-    """RMS of row sums, given their squares [B, T, N], over that of Σ_j |P dP|."""
+    """Returns the RMS of row sums, given their squares [B, T, N], divided by that of Σ_j |P dP|."""
     sizes = np.sum(np.abs(exact.p * exact.dp), -1).swapaxes(1, 2)
     reached = (exact.p * exact.slope).sum(-1).swapaxes(1, 2) > _REACHED
     squares, sizes = (np.where(reached, x, 0.0) for x in (squares, sizes))
@@ -103,11 +108,11 @@ def _relative_to_rows(squares: np.ndarray, exact: Exact) -> float:
 
 
 def row_sum_of_casts(problem: Problem, exact: Exact) -> float:
-    """The `Effect.row_sum` to expect of a kernel that rounds nothing but dS and dQ.
+    """Returns the `Effect.row_sum` to expect of a kernel that rounds only dS and dQ.
 
-    Rounding changes every value by an independent error, of RMS ε times the value. So a row's
-    inferred sum Σ_h e_h g_h / ‖g‖², of e the error of dQ and g = scale · Σ_j P_j k_j, has the
-    variance ε² (scale² Σ_j dS_j² (k_j·g)² + Σ_h dQ_h² g_h²) / ‖g‖⁴.
+    Rounding adds to every value an independent error whose RMS is ε times the value. Let e be the
+    error of a row's dQ, and g = scale · Σ_j P_j k_j. The row's inferred sum Σ_h e_h g_h / ‖g‖² then
+    has the variance ε² (scale² Σ_j dS_j² (k_j·g)² + Σ_h dQ_h² g_h²) / ‖g‖⁴.
     """
     k, leak = _leak(problem, exact)
     _, backward = both_passes(problem)
@@ -120,10 +125,10 @@ def row_sum_of_casts(problem: Problem, exact: Exact) -> float:
 
 
 def _rounding(dtype: np.dtype) -> float:
-    """RMS of the relative error of rounding a value whose significand is spread log-uniformly.
+    """Returns the RMS relative error of rounding values with log-uniform significands.
 
-    An error is uniform within half a spacing, of RMS 1/√3 of that; the mean of 1/m² over
-    significands m from 1 to 2 is 3 / (8 ln 2).
+    The error is uniform within ± half a spacing, so its RMS is 1/√3 of half a spacing. The mean of
+    1/m² over significands m from 1 to 2 is 3 / (8 ln 2).
     """
     half = float(ml_dtypes.finfo(dtype).eps) / 2
     return half / 3**0.5 * (3 / (8 * np.log(2))) ** 0.5
@@ -132,7 +137,10 @@ def _rounding(dtype: np.dtype) -> float:
 def effects(
     problems: Sequence[Problem], exact: Sequence[Exact], found: Sequence[Found | None]
 ) -> dict[str, Effect]:
-    """Of every clustered problem, by name; without those that were refused or are not finite."""
+    """Returns the effect on every clustered problem, by name.
+
+    Problems that the kernel refused, or whose dQ is not finite, are left out.
+    """
     return {
         problem.name: effect(problem, of, x["dq"])
         for problem, of, x in zip(problems, exact, found, strict=True)
@@ -141,20 +149,20 @@ def effects(
 
 
 def row_sum(found: Mapping[str, Effect]) -> float:
-    """The larger one with scores of 10 and 100."""
+    """Returns the larger `row_sum` of the problems with scores of 10 and 100."""
     return max((found[name].row_sum for name in _NAMES[:2] if name in found), default=0.0)
 
 
 def query_weight(found: Mapping[str, Effect]) -> float:
-    """The largest error with scores up to 1e3."""
+    """Returns the largest `query_weight` of the problems with scores up to 1e3."""
     return max((found[name].query_weight for name in _NAMES[:3] if name in found), default=0.0)
 
 
 def allowed(problems: Sequence[Problem], exact: Sequence[Exact]) -> float:
-    """The largest row sum that is no risk: `RISK`, or what the casts of dS and dQ explain.
+    """Returns the largest row sum that is no risk: `RISK`, or what the casts of dS and dQ explain.
 
-    They explain more than `RISK` with sinks, beside which rows of dS do not sum to zero and are
-    large.
+    The casts explain more than `RISK` with sinks: rows of dS then do not sum to zero over the keys,
+    and are large.
     """
     casts = [
         row_sum_of_casts(problem, of)
@@ -169,12 +177,12 @@ def cures(
     exact: Sequence[Exact],
     numerics: Numerics,
 ) -> dict[str, Effect]:
-    """What is left under each cure: of the row sums, and of the errors of dQ and W_Q's gradient.
+    """Returns what each cure leaves of the errors of dQ, the row sums and W_Q's gradient.
 
     Args:
-      emulation: of the core problems.
-      exact: of the same.
-      numerics: of the kernel, which the cure is applied to.
+      emulation: the emulation of the core problems.
+      exact: the exact results of the same problems.
+      numerics: the kernel's arithmetic, to which each cure is applied.
     """
     left = {}
     for name in CURES:
@@ -182,7 +190,7 @@ def cures(
         try:
             cured = numerics.replace(**changes)
             found = emulation.run(cured)
-        except (ValueError, attention.UnsupportedError):  # not with this arithmetic, or a soft cap
+        except (ValueError, attention.UnsupportedError):  # excluded by the arithmetic or a soft cap
             continue
         of = [{"dq": found["dq"][i : i + 1]} for i in range(len(exact))]
         after = effects(emulation.problems, exact, of)

@@ -1,4 +1,4 @@
-"""The runs of a target on every problem that it can do."""
+"""Runs a target on every problem that it can do."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from lowprec_attn.check.target import Target, aligned
 
 @dataclasses.dataclass
 class Trial:
-    """A problem, its exact results, the kernel's, and the row errors between them.
+    """A problem, its exact results, the kernel's results, and the row errors of the kernel's.
 
-    `found` is None where the kernel refused, and `refusal` says why.
+    If the kernel refused the problem, `found` is None and `refusal` says why.
     """
 
     problem: Problem
@@ -30,7 +30,7 @@ class Trial:
 
     @functools.cached_property
     def largest_score(self) -> float:
-        """The largest |S|, of hidden keys too."""
+        """The largest |S|, including the scores of hidden keys."""
         return float(np.abs(problems.scores(self.problem)).max())
 
 
@@ -38,15 +38,15 @@ _SEEDS = 2**32
 
 
 class Trials:
-    """The core problems, features and extremes, run.
+    """The runs of a target on the core, feature and extreme problems.
 
     Attributes:
       core, features, extremes: the runs.
-      notes: what was seen on the way, in sentences.
-      not_tried: names of problems that need what the target cannot do.
+      notes: sentences about what was observed in these runs.
+      not_tried: the names of problems that need what the target cannot do.
 
     Raises:
-      TargetError: it cannot be called at all, or not as the options say.
+      TargetError: the target cannot be called at all, or not in the way that the options say.
     """
 
     def __init__(self, target: Target, dtype: str, seed: int) -> None:
@@ -76,11 +76,11 @@ class Trials:
         return [*self.core, *self.features, *self.extremes]
 
     def run(self, problem: Problem) -> Trial:
-        """Of one problem."""
+        """Runs one problem."""
         of = exact(problem)
         try:
             found = self.target.call(problem)
-        except (Exception, SystemExit) as error:  # of any kind: theirs are not ours to know
+        except (Exception, SystemExit) as error:  # a library may raise anything
             return Trial(problem, of, None, {}, first_line(error))
         for name in RESULTS:
             if found[name].shape != of.found[name].shape:
@@ -102,7 +102,7 @@ class Trials:
             )
 
     def _can(self) -> frozenset[str]:
-        """What the target can do, with what its core results showed."""
+        """Returns the target's abilities, including `lse` if its core results have an lse."""
         can = self.target.can
         if any(trial.found is not None and "lse" in trial.found for trial in self.core):
             can |= {"lse"}
@@ -112,7 +112,7 @@ class Trials:
         if {"causal", "full"} <= self.target.can:
             made += problems.features(self.dtype, **(options | {"causal": False}))[1:2]
             made[-1] = made[-1].replace(name="not causal", about="203 tokens see each other")
-        # What every problem has needs none of its own.
+        # A feature that every problem has needs no problem of its own.
         made = [p for p in made if not p.needs & self.target.setting.names]
         can = self._can()
         self.not_tried = tuple(p.name for p in made if not p.needs <= can)

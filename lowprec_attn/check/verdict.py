@@ -1,4 +1,4 @@
-"""Right, and which arithmetic; a risk; or a bug: everything that `check` finds of one target."""
+"""Judges a target: it is right and computes a named arithmetic, or it has a risk or a bug."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,8 @@ from lowprec_attn.check.report import Arithmetic, Report
 from lowprec_attn.check.target import Target
 from lowprec_attn.check.trials import Trial, Trials
 
-_EXPLAINED = 0.5  # of the distance of the nearest arithmetic to that to float64
+# An arithmetic explains the results if its distance is less than this part of float64's.
+_EXPLAINED = 0.5
 _ROW_SUMS = (
     "rows of dS do not sum to zero, by more than its cast explains; in trainings with such rows "
     "scores ran away"
@@ -29,12 +30,12 @@ def check(
 
     Args:
       target: see `targets.find` and `functions.of_function`.
-      dtype: of q, k, v and dO, and of sinks and bias: `bfloat16`, `float16` or `float32`.
-      seed: of the problems.
+      dtype: the dtype of q, k, v, dO, sinks and bias: `bfloat16`, `float16` or `float32`.
+      seed: the seed of the problems.
       out: folder for the smallest case of each bug and its script; None: none is written.
 
     Raises:
-      TargetError: it cannot be called at all.
+      TargetError: the target cannot be called at all.
     """
     trials = Trials(target, dtype, seed)
     emulation = Emulation([trial.problem for trial in trials.core], dtype)

@@ -1,4 +1,4 @@
-"""Wrong references: words for what a kernel may do wrong, and the results that come of it."""
+"""Wrong references: what a kernel may do wrong, in words, and the results that it then returns."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -20,18 +20,27 @@ from lowprec_attn.check.problems import Problem, products, scores, sequence
 
 _TILES = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LSE_ROUNDED = "lse is rounded to "  # no bug, but a risk
-_OF_PROBLEM = ("scale", "soft_cap", "dlse")  # the rest is of its masking
+_OF_PROBLEM = ("scale", "soft_cap", "dlse")  # all other changes are of the problem's masking
 
 
 def of(problem: Problem, exact: Exact, bad: Collection[str]) -> Iterator[tuple[str, Found]]:
-    """Words, `{}` standing for the results, and what comes of it; bad: the results that err."""
+    """Yields each mistake in words, with the results that it causes.
+
+    Args:
+      problem: the problem on which a kernel errs.
+      exact: its exact results.
+      bad: the names of the results that err.
+
+    Yields:
+      Words, in which `{}` stands for the names of results, and results by name.
+    """
     yield from _lse(problem, exact)
     if set(bad) == {"lse"}:  # the softmax is right
         return
     yield from _layouts(problem)
     for words, changes in (*_scales(problem), *_visibilities(problem), *_left_out(problem)):
         yield words, _reference(problem, **changes)
-        if "dlse" not in changes:  # which no other pass reads
+        if "dlse" not in changes:  # dlse is read in the backward pass only
             yield f"in the backward pass alone, {words}", _backward_alone(problem, exact, changes)
     yield from _lengths(problem, may_lose_all="o" in bad)
     yield from _heads(problem)
@@ -49,7 +58,7 @@ def _changed(problem: Problem, changes: dict[str, Any]) -> Problem:
 
 
 def _reference(problem: Problem, arrays: Sequence[np.ndarray] = (), **changes: Any) -> Found:
-    """Float64 results of other arrays, masks, scales, …"""
+    """Returns the float64 results of the problem with other arrays or changed settings."""
     q, k, v, do = arrays or problem.arrays
     other = _changed(problem, changes).replace(q=q, k=k, v=v, do=do)
     with np.errstate(all="ignore"):
@@ -57,7 +66,10 @@ def _reference(problem: Problem, arrays: Sequence[np.ndarray] = (), **changes: A
 
 
 def _backward_alone(problem: Problem, exact: Exact, changes: dict[str, Any]) -> Found:
-    """Gradients of another mask, scale or score with the O and lse of the right forward pass."""
+    """Returns the gradients if only the backward pass has a wrong mask, scale or score.
+
+    O and lse are those of the right forward pass.
+    """
     other = _changed(problem, changes)
     s = reference.attention(*other.arrays[:3], **other.settings).s
     lse = exact.found["lse"].transpose(0, 2, 1, 3)
@@ -65,13 +77,13 @@ def _backward_alone(problem: Problem, exact: Exact, changes: dict[str, Any]) -> 
         p = np.exp(np.where(np.isfinite(lse), s - lse, -np.inf))
         ds = p * (exact.dp - _delta(other, exact))
         found = _of_ds(other, ds) | {"dv": _of_p(problem, p)}
-        if problem.masking.bias is not None:  # also where the backward pass reads none
+        if problem.masking.bias is not None:  # even if the changed backward pass ignores the bias
             found["dbias"] = ds.sum(0, keepdims=True).swapaxes(1, 2)
         return found
 
 
 def _delta(problem: Problem, exact: Exact) -> np.ndarray:
-    """δ − dlse [B, N, T, 1] of the right O."""
+    """Returns δ − dlse [B, N, T, 1], with δ computed from the right O."""
     do = problem.do.astype(np.float64)
     delta = np.sum(do * exact.found["o"], -1)
     if problem.dlse is not None:
@@ -80,7 +92,7 @@ def _delta(problem: Problem, exact: Exact) -> np.ndarray:
 
 
 def _of_p(problem: Problem, p: np.ndarray) -> np.ndarray:
-    """dV of probabilities."""
+    """Returns dV for the probabilities `p` [B, N, T, S]."""
     do = problem.do.astype(np.float64)
     return by_key_head(reference.over_rows(p, do), problem.k.shape[2])
 
@@ -88,13 +100,13 @@ def _of_p(problem: Problem, p: np.ndarray) -> np.ndarray:
 def _of_ds(
     problem: Problem, ds: np.ndarray, slope: np.ndarray | None = None, of_bias: float = 1.0
 ) -> Found:
-    """dQ and dK of dS, and the gradient of a bias.
+    """Returns dQ and dK for a given dS, and the gradient of the bias if there is one.
 
     Args:
-      problem: whose scale and soft cap count.
-      ds: [B, N, T, S].
-      slope: in the place of the soft cap's.
-      of_bias: factor of the bias in S.
+      problem: the problem; its scale and soft cap are used.
+      ds: dS [B, N, T, S].
+      slope: a slope to use in place of the soft cap's.
+      of_bias: the factor of the bias in S.
     """
     q, k = (x.astype(np.float64) for x in (problem.q, problem.k))
     kv_heads = k.shape[2]
@@ -171,7 +183,7 @@ def _visibilities(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _left_out(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a function may take and not use."""
+    """Yields mistakes with the soft cap, bias, sinks and dlse, such as ignoring an argument."""
     masking = problem.masking
     if problem.soft_cap is not None:
         yield "the soft cap is ignored", {"soft_cap": None}
@@ -190,12 +202,18 @@ def _left_out(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
-    """The part of the first head, for all."""
+    """Returns the first head's part of `x`, repeated for all heads along `axis`."""
     return np.repeat(x.take([0], axis), x.shape[axis], axis)
 
 
 def _lengths(problem: Problem, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
-    """may_lose_all: whether a tile may be larger than all there is: then O is zero as well."""
+    """Yields mistakes at the last tile of keys or rows.
+
+    Args:
+      problem: the problem.
+      may_lose_all: whether to include tiles that are larger than the whole length. All keys or rows
+        are then lost, and O is zero too.
+    """
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     q, k, v, do = problem.arrays
     right = _reference(problem)
@@ -312,13 +330,13 @@ def _softmaxes(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
 
 
 def _soft_caps_and_biases(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    """Other orders of scale, soft cap and bias, and a cap without its derivative."""
+    """Yields wrong orders of scale, soft cap and bias, and wrong derivatives of the cap."""
     cap, bias = problem.soft_cap, problem.masking.bias
     one = np.ones((1, 1, 1, 1))
     if cap is not None:
         ds = exact.p * (exact.dp - _delta(problem, exact))
         yield "the derivative of the soft cap is left out of dS", _of_ds(problem, ds, one)
-        # As where t itself, or t², stands for 1 − t².
+        # A kernel may use t² in place of 1 − t², where t is the tanh.
         squared = _of_ds(problem, ds, 1 - slope_of(problem))
         yield "tanh² in the place of the soft cap's derivative, 1 − tanh²", squared
     if bias is None:
@@ -339,12 +357,16 @@ def _soft_caps_and_biases(problem: Problem, exact: Exact) -> Iterator[tuple[str,
 
 
 def _of_scores(problem: Problem, s: np.ndarray, slope: np.ndarray, of_bias: float = 1.0) -> Found:
-    """The results of other scores [B, N, T, S], their slope by q kᵀ · scale and by the bias.
+    """Returns the results for other scores; `ds` is among them.
 
-    `ds` is among them.
+    Args:
+      problem: the problem.
+      s: the scores [B, N, T, S].
+      slope: their derivative by q kᵀ · scale.
+      of_bias: their derivative by the bias.
     """
     hidden = reference.attention(*problem.arrays[:3], **problem.settings).s == -np.inf
-    # As a bias to scores of 0, it hides nothing.
+    # The scores are passed as a bias on scores of 0. Keys are hidden by the masking, not by it.
     plain = problem.replace(q=np.zeros_like(problem.q), soft_cap=None)
     plain = plain.masked(bias=np.where(hidden, 0.0, s))
     forward, backward = both_passes(plain)
@@ -359,7 +381,7 @@ def _sinks(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
     without = exact_of(problem.masked(sinks=None))
     words = "the sinks are missing from l"
     yield words, without.found | {"dsinks": 0 * exact.found["dsinks"]}
-    # As of a backward pass that is written out: exp(sink − lse) of that lse.
+    # A handwritten backward pass computes exp(sink − lse) from the lse that lacks the sinks.
     lse = without.found["lse"]
     with np.errstate(all="ignore"):
         weights = np.where(np.isfinite(lse), np.exp(sinks.astype(np.float64)[:, None] - lse), 0.0)
@@ -378,7 +400,7 @@ def _sinks(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
 
 
 def _lse(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    """An lse that is another one; gradients follow from the right one."""
+    """Yields wrong values of lse; the gradients still follow from the right lse."""
     lse = exact.found["lse"]
     m = reference.attention(*problem.arrays[:3], **problem.settings).s.max(-1, keepdims=True)
     m = m.transpose(0, 2, 1, 3)
@@ -389,7 +411,7 @@ def _lse(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
         yield "lse lacks the sinks", {"lse": forward.lse[..., None]}
     m = np.where(np.isfinite(m), m, 0.0)
     base_2 = {"lse": lse * np.log2(np.e)}
-    if problem.dlse is not None:  # what it passes on has the factor too
+    if problem.dlse is not None:  # the gradient passed through lse has the factor too
         base_2 = _reference(problem, dlse=problem.dlse * np.log2(np.e)) | base_2
     yield "lse is in base 2", base_2
     yield "lse lacks the logarithm of l", {"lse": m + np.exp(lse - m)}

@@ -1,10 +1,10 @@
-"""For PyTorch: attention by this library's kernels, and what attention of any kind computed.
+"""For PyTorch: attention by this library's kernels, and tools that examine any attention.
 
     from lowprec_attn.torch import attention, capture
-    torch.nn.functional.scaled_dot_product_attention = attention  # of a whole model
+    torch.nn.functional.scaled_dot_product_attention = attention  # for a whole model
 
-`attention` has rows of dS that sum to zero by default; `bridge` tells how it works. `capture` takes
-q, k, v and dO of every attention call of a training step, of any model; `watch` measures some steps
+By default, rows of dS sum to zero in `attention`; `bridge` explains how it works. `capture` takes
+q, k, v and dO of every attention call in a training step of any model. `watch` measures some steps
 of a run, and warns.
 """
 

@@ -1,11 +1,12 @@
 """Attention for PyTorch by this library's kernels, with rows of dS that sum to zero by default.
 
-JAX computes on the tensors' own device, a GPU or the CPU. DLPack hands over q, k, v, dO, O and the
-gradients without a copy, and orders the streams of both. Both libraries then allocate on one GPU:
-this module asks JAX not to take three quarters of it at once, if it is imported before JAX is used.
+JAX computes on the device that holds the tensors, a GPU or the CPU. DLPack hands over q, k, v, dO,
+O and the gradients without a copy, and orders the streams of the two libraries. Both libraries then
+allocate memory on the same GPU. If this module is imported before JAX is used, it asks JAX not to
+take three quarters of that memory at once.
 
-Works in eager mode and under `torch.compile`, as one opaque operator each way. First derivatives
-alone.
+It works in eager mode and under `torch.compile`, with one opaque operator for the forward pass and
+one for the backward pass. Only first derivatives are supported.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-# Before JAX's first computation, which makes its allocator. A user's own choice stays.
+# Set before JAX's first computation, which creates its allocator. It keeps a user's own choice.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -35,7 +36,7 @@ _DTYPES = {
 
 
 class TorchAttentionError(UserError, ValueError):
-    """A call that PyTorch's function serves and this one does not; it names the argument."""
+    """A call that PyTorch supports is not supported here; the message names the argument."""
 
 
 def attention_fn(
@@ -45,20 +46,21 @@ def attention_fn(
     logits_soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Tensor]:
-    """A function in place of `torch.nn.functional.scaled_dot_product_attention`.
+    """Makes a replacement for `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-      numerics: a preset's name or a record, see `lowprec_attn.numerics`.
+      numerics: the name of a preset or a record; see `lowprec_attn.numerics`.
       row_max: a row-max rule.
-      logits_soft_cap: c of scores c · tanh(scale · q kᵀ / c), such as the 50 of Gemma 2.
-      implementation: as of `lowprec_attn.attention`; None: the fastest that serves a call.
+      logits_soft_cap: c of scores c · tanh(scale · q kᵀ / c), for example 50 in Gemma 2.
+      implementation: an implementation of `lowprec_attn.attention`; None: the fastest that serves
+        the call.
 
     Returns:
       `f(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-      enable_gqa=False)`: O [..., N, T, H] of query [..., N, T, H], key and value [..., K, S, H],
-      all of one dtype: bfloat16, float16 or float32. Under `torch.autocast` they are cast to its
-      dtype. Query t sees the keys s <= t with `is_causal`. It raises a TorchAttentionError for a
-      mask, dropout, other dtypes or a device that JAX has not.
+      enable_gqa=False)`. It takes query [..., N, T, H], key and value [..., K, S, H], all of one
+      dtype (bfloat16, float16 or float32), and returns O [..., N, T, H]. Under `torch.autocast`
+      the inputs are cast to its dtype. With `is_causal`, query t sees the keys s <= t. It raises a
+      TorchAttentionError for a mask, for dropout, for other dtypes and for a device that JAX lacks.
     """
     which = _arithmetic(_Arithmetic(numerics, row_max, logits_soft_cap, implementation))
 
@@ -90,14 +92,14 @@ def attention_fn(
                 f"query has {query.shape[-3]} heads and key {key.shape[-3]}: pass enable_gqa=True"
             )
         batch = query.shape[:-3]
-        # [B, T, N, H] as our kernels have it. A model that transposes a projection before the call
-        # gets a view that this one undoes: no copy.
+        # Our kernels take [B, T, N, H]. Models often pass a transposed view of a projection. This
+        # transpose undoes it, and nothing is copied.
         q, k, v = (
             x.reshape(-1, *x.shape[-3:]).transpose(1, 2).contiguous() for x in (query, key, value)
         )
         size = query.shape[-1] ** -0.5 if scale is None else scale
         out = _forward(q, k, v, which, bool(is_causal), float(size))[0]
-        # A bfloat16 arithmetic hands on O of float16 inputs as float32.
+        # With float16 inputs, a bfloat16 arithmetic returns O in float32.
         out = out.to(query.dtype).transpose(1, 2)
         return out.reshape(*batch, *query.shape[-3:-1], value.shape[-1])
 
@@ -119,8 +121,8 @@ def attention_fn(
     return scaled_dot_product_attention
 
 
-# While a capture is open, what runs a call: of a soft cap, a function and its arguments. At most
-# one.
+# Holds one function while a capture is open, and none otherwise. The function runs each call in
+# place of `compute`; it takes the soft cap, `compute` and the arguments of the call.
 capturing: list[Callable[..., Tensor]] = []
 
 
@@ -131,7 +133,8 @@ class _Arithmetic(NamedTuple):
     implementation: str | None
 
 
-# An operator takes numbers and texts alone, so that it is told which of these.
+# Besides tensors, an operator takes only numbers and strings. So a call passes the index of its
+# arithmetic in this list.
 _ARITHMETICS: list[_Arithmetic] = []
 
 
@@ -143,12 +146,13 @@ def _arithmetic(wanted: _Arithmetic) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The two passes as compiled functions of arrays.
+    """The forward and backward passes as compiled functions of arrays.
 
     Attributes:
-      outputs: shapes and dtypes of O and of what the backward pass keeps beside q, k, v and O.
-      forward: of q, k, v; gives `outputs`.
-      backward: of q, k, v, `outputs` and dO; gives dq, dk, dv.
+      outputs: the shapes and dtypes of O and of the residuals, the arrays beside q, k, v and O that
+        the backward pass needs.
+      forward: takes q, k and v; returns O and the residuals.
+      backward: takes (q, k, v), O with the residuals, and dO; returns dq, dk and dv.
     """
 
     outputs: tuple[jax.ShapeDtypeStruct, ...]
@@ -172,13 +176,14 @@ def _program(
     )
 
     def both(*qkv: jax.Array) -> Any:
-        """O, and the function of dO with all that it keeps."""
+        """Returns O, and the function of dO, whose leaves are the arrays that it keeps."""
         return jax.vjp(attend, *qkv)
 
     traced, made = jax.make_jaxpr(both, return_shape=True)(*shapes)
     leaves, structure = jax.tree.flatten(made)
-    # What is kept is often an input or O itself. An operator may return neither again: from where
-    # each leaf is taken, and which are outputs.
+    # A kept array is often an input or O itself, and an operator must not return either again. For
+    # each leaf, `sources` says whether it is an input, and its index in the inputs or the outputs.
+    # `outputs` lists the leaves that the operator returns.
     sources: list[tuple[bool, int]] = []
     outputs: list[int] = []
     known: dict[Any, tuple[bool, int]] = {
@@ -208,7 +213,8 @@ def _program(
 def _program_of(
     q: Tensor, k: Tensor, v: Tensor, which: int, is_causal: bool, scale: float
 ) -> _Program:
-    # A length that `torch.compile` holds as a symbol becomes a number here: a program each.
+    # `torch.compile` may hold a length as a symbol. It becomes a number here, so that each length
+    # has its own program.
     shapes = tuple(
         jax.ShapeDtypeStruct(tuple(map(int, x.shape)), _DTYPES[x.dtype]) for x in (q, k, v)
     )
@@ -219,7 +225,7 @@ def _program_of(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, which: int, is_causal: bool, scale: float
 ) -> list[Tensor]:
-    """O [B, T, N, H], and what the backward pass keeps."""
+    """Returns O [B, T, N, H] and the residuals of the backward pass."""
     program = _program_of(q, k, v, which, is_causal, scale)
     return [torch.from_dlpack(x) for x in program.forward(*map(_to_jax, (q, k, v)))]
 
@@ -235,7 +241,7 @@ def _backward(
     is_causal: bool,
     scale: float,
 ) -> list[Tensor]:
-    """dQ, dK and dV, in the shapes of q, k and v."""
+    """Returns dQ, dK and dV, in the shapes of q, k and v."""
     program = _program_of(q, k, v, which, is_causal, scale)
     qkv, of_forward = [[_to_jax(x) for x in of] for of in ((q, k, v), kept)]
     return [torch.from_dlpack(x) for x in program.backward(qkv, of_forward, _to_jax(do))]
@@ -269,10 +275,10 @@ _forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _to_jax(x: Tensor) -> jax.Array:
-    """The same memory.
+    """Returns a JAX array that shares the tensor's memory.
 
     Raises:
-      TorchAttentionError: JAX has no such device.
+      TorchAttentionError: JAX does not have the tensor's device.
     """
     try:
         return jax.dlpack.from_dlpack(x.detach())

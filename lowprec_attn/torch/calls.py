@@ -1,6 +1,6 @@
-"""What a call of attention says: q, k and v, and what hides keys or changes scores.
+"""Reads the arguments of an attention call: q, k, v, and what hides keys or changes scores.
 
-One reader for each function that `capture` knows. A reader takes the arguments of the function.
+Each function that `capture` knows has a reader here, which takes the arguments of the function.
 """
 
 import inspect
@@ -18,11 +18,12 @@ class Call(NamedTuple):
     """A call of attention.
 
     Attributes:
-      q, k, v: [B, T, N, H] and twice [B, S, K, H].
-      mask: [B or 1, N or 1, T or 1, S], true where a key is seen, or a number that is added to the
-        score; None for none.
-      facts: by the names of `diagnostics.Capture.layers`; and by the names that `diagnose` refuses,
-        what changes scores in another way.
+      q: [B, T, N, H].
+      k, v: [B, S, K, H].
+      mask: [B or 1, N or 1, T or 1, S] or None. Either boolean, true where a key is seen, or
+        numbers that are added to the scores.
+      facts: further facts under the names of `diagnostics.Capture.layers`. Anything else that
+        changes scores has a name that `diagnose` refuses.
       heads_first: whether O and dO are [..., N, T, H].
     """
 
@@ -45,7 +46,7 @@ def sdpa(
     enable_gqa: bool = False,
     soft_cap: float | None = None,
 ) -> Call:
-    """Of `torch.nn.functional.scaled_dot_product_attention`, and ours with its soft cap."""
+    """Reads a call of PyTorch's scaled_dot_product_attention, or of `bridge`'s with a soft cap."""
     if query.is_nested:
         raise CaptureError(
             "a nested tensor reached scaled_dot_product_attention, which capture does not read; "
@@ -74,7 +75,7 @@ def flex(
     scale: float,
     *_: Any,
 ) -> Call:
-    """Of the operator behind `torch.nn.attention.flex_attention.flex_attention`."""
+    """Reads a call of the operator behind `torch.nn.attention.flex_attention.flex_attention`."""
     from torch.nn.attention import flex_attention as module
 
     facts: dict[str, Any] = {"is_causal": False, "scale": float(scale)}
@@ -91,7 +92,7 @@ def flex(
 
 
 def flash(function: Callable[..., Any]) -> Callable[..., Call]:
-    """Of `flash_attn_func` of the packages flash_attn and flash_attn_interface."""
+    """Makes the reader of a `flash_attn_func`, from flash_attn or flash_attn_interface."""
     signature = inspect.signature(function)
 
     def read(*args: Any, **kwargs: Any) -> Call:
@@ -125,12 +126,12 @@ def flash(function: Callable[..., Any]) -> Callable[..., Call]:
 
 
 def rows_first(x: Tensor) -> Tensor:
-    """[..., N, T, H] as [B, T, N, H]; without a batch axis B is 1."""
+    """Returns [..., N, T, H] as [B, T, N, H]; without a batch axis, B is 1."""
     return _four(x).flatten(0, -4).transpose(1, 2)
 
 
 def _four(x: Tensor) -> Tensor:
-    """With axes of size 1 in front, up to four."""
+    """Adds axes of size 1 in front until the tensor has at least four axes."""
     return x[(None,) * (4 - x.dim())] if x.dim() < 4 else x
 
 
@@ -139,7 +140,10 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _from_the_end(rows: int, keys: int, left: int, right: int) -> Tensor:
-    """[1, 1, T, S]: the last query stands at the last key."""
+    """Returns the window's mask [1, 1, T, S] with the last query at the last key.
+
+    A negative `left` or `right` leaves that side open.
+    """
     distance = torch.arange(keys)[None] - (torch.arange(rows)[:, None] + keys - rows)
     seen = torch.ones(rows, keys, dtype=torch.bool)
     if left >= 0:

@@ -1,10 +1,10 @@
-"""q, k, v and dO of every attention call of a PyTorch model, without a change of the model.
+"""Captures q, k, v and dO of every attention call of a PyTorch model, without changing the model.
 
-Functions that are written in C++ (`scaled_dot_product_attention`) or are operators (FlexAttention)
-are seen by a `TorchFunctionMode`, however a model refers to them. A mode is off inside of the
-functions that it sees, and in a backward pass. So the names that modules have for
-`scaled_dot_product_attention` are replaced as well, for `torch.nn.MultiheadAttention` and for
-forward passes that a checkpoint repeats; and those for `flash_attn_func`, which no mode sees.
+A `TorchFunctionMode` sees functions written in C++ (`scaled_dot_product_attention`) and operators
+(FlexAttention), whatever name a model has for them. But a mode is off inside the functions that it
+sees, and in a backward pass. So modules' names for `scaled_dot_product_attention` are replaced as
+well, which serves `torch.nn.MultiheadAttention` and forward passes that a checkpoint repeats.
+Modules' names for `flash_attn_func` are replaced too, because no mode sees that function.
 """
 
 import collections
@@ -28,36 +28,43 @@ from lowprec_attn.torch.products import PRODUCTS, Product, input_of
 
 _SDPA = functional.scaled_dot_product_attention
 _FLASH = ("flash_attn", "flash_attn_interface")
-# Of sequences without a batch axis, or packed otherwise: not read.
+# These functions are not read: their sequences have no batch axis, or are packed in another way.
 _OTHER_FLASH = ("qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpacked_func",
                 "varlen_kvpacked_func", "with_kvcache")  # fmt: skip
 
 
 @contextlib.contextmanager
 def capture(sequences: int | None = 1) -> Iterator[Capture]:
-    """Takes q, k, v and dO of every attention call within the block, of any model.
+    """Captures q, k, v and dO of every attention call of any model within the block.
 
     It sees `scaled_dot_product_attention`, FlexAttention, `flash_attn_func` and this package's own
-    function, wherever a module calls them, and changes no value. The block is for one forward and
-    backward pass: it copies arrays to the host and waits, and a second pass would be taken for more
-    layers.
+    function, wherever a module calls them, and changes no value. The block must contain one forward
+    and backward pass, because the calls of a second pass would count as further layers. Within the
+    block, arrays are copied to the host, and the run waits for the copies.
 
-    Compiled functions run eagerly within the block (FlexAttention then forms all scores at once).
-    Checkpointed calls are there once. Under FSDP each process takes its own calls.
+    Compiled functions run eagerly within the block, so FlexAttention computes all scores at once. A
+    call that a checkpoint repeats is captured once. Under FSDP, each process captures its own
+    calls.
 
-    Layers are as those of `diagnostics.capture`, in the order of the forward pass, and hold beside
-    q, k, v, do, is_causal, scale and window: attn_mask, as it was; x, the input of W_Q [B, T, D],
-    where q is a view of what a matrix product gave, so not behind a rotary encoding; ignored, the
-    names of arguments that are not kept (dropout); logits_soft_cap; and score_mod and alike, at
-    which `diagnose` stops. A call that is not differentiated has no do.
+    The layers have the form of those of `diagnostics.capture`, in the order of the forward pass.
+    Besides q, k, v, do, is_causal, scale and window, a layer may hold:
+
+    - attn_mask: the mask that was passed.
+    - x: the input of W_Q [B, T, D], if q is a view of the output of a matrix product, which it is
+      not after a rotary encoding.
+    - logits_soft_cap.
+    - ignored: the names of arguments that are not kept (dropout).
+    - score_mod and similar arguments, which `diagnose` refuses.
+
+    A call that is not differentiated has no do.
 
     Args:
-      sequences: how many of each batch to take, None for all.
+      sequences: the number of sequences to take from each batch, or None for all.
 
     Raises:
-      CaptureError: nothing was captured; a call of a kind that is not read; or a checkpoint that
-        repeats other arrays than it had.
-      RuntimeError: within another block.
+      CaptureError: nothing was captured, a call is of a kind that is not read, or a checkpoint
+        repeats a call with other arrays.
+      RuntimeError: another capture is open.
       ValueError: sequences is below 1.
 
     Example:
@@ -72,7 +79,7 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
 
 
 def first_pass() -> contextlib.AbstractContextManager[Capture]:
-    """As `capture`; forward passes that follow the first backward pass are left alone."""
+    """Captures as `capture` does, but ignores forward passes after the first backward pass."""
     return _captured(_Capturing(1, first_pass_only=True))
 
 
@@ -103,10 +110,10 @@ def _captured(mode: "_Capturing") -> Iterator[Capture]:
 
 
 class _Capturing(TorchFunctionMode):
-    """Keeps what attention is given; the gradient of its output follows in the backward pass.
+    """Keeps the inputs of attention calls; their dO is added in the backward pass.
 
     Attributes:
-      calls: in the order of the forward pass, values by name.
+      calls: the values of each call by name, in the order of the forward pass.
     """
 
     def __init__(self, sequences: int | None, first_pass_only: bool = False) -> None:
@@ -114,9 +121,9 @@ class _Capturing(TorchFunctionMode):
         self.calls: list[dict[str, Any]] = []
         self._sequences, self._first_pass_only = sequences, first_pass_only
         self._has_do = False
-        self._differentiated: list[bool] = []  # a call
+        self._differentiated: list[bool] = []  # one value per call
         self._inside = threading.local()
-        # q's product stands close before the call; more would keep their memory.
+        # q's product comes shortly before the call. Keeping more products would hold their memory.
         self._products: collections.deque[Product] = collections.deque(maxlen=8)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +145,7 @@ class _Capturing(TorchFunctionMode):
     def attend(
         self, read: Callable[..., calls.Call], func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """What `func` returns; `read` is of its arguments."""
+        """Calls `func`, keeps its inputs as `read` understands them, and returns its result."""
         if getattr(self._inside, "is_true", False):
             return func(*args, **kwargs)
         if self._first_pass_only and self._has_do and not _in_backward():
@@ -181,10 +188,12 @@ class _Capturing(TorchFunctionMode):
         out.register_hook(keep)
 
     def _first_run(self, values: dict[str, Any]) -> int | None:
-        """Which call a checkpoint repeats in a backward pass; None for one that waits for its dO.
+        """Returns the index of the call that a checkpoint repeats in a backward pass.
+
+        Returns None if every call with these arrays has a hook that waits for its dO already.
 
         Raises:
-          CaptureError: there is none with the same arrays.
+          CaptureError: no call has the same arrays.
         """
         alike = [
             place
@@ -196,7 +205,7 @@ class _Capturing(TorchFunctionMode):
                 "a checkpoint repeats attention with other arrays than those of the forward pass, "
                 "so that its dO belongs to neither; pass use_reentrant=False to the checkpoint"
             )
-        # Backwards: of equal calls, such as those of one layer twice, the last comes first.
+        # A backward pass repeats the last call first. Equal calls occur if a layer runs twice.
         return next((p for p in reversed(alike) if not self._differentiated[p]), None)
 
     def _array(self, x: Tensor, dtype: torch.dtype) -> np.ndarray:
@@ -211,9 +220,10 @@ def _in_backward() -> bool:
 
 
 def _host(x: Tensor) -> np.ndarray:
-    """A copy on the host, in the same dtype.
+    """Copies a tensor to the host, as an array of the same dtype.
 
-    NumPy reads no bfloat16 of torch's. float64, which it reads, holds every float dtype exactly.
+    The copy goes through float64, which holds every float dtype exactly, because PyTorch cannot
+    convert a bfloat16 tensor to NumPy.
     """
     x = x.detach().cpu()
     if not x.is_floating_point():
@@ -222,7 +232,7 @@ def _host(x: Tensor) -> np.ndarray:
 
 
 def _flash_attention(mode: _Capturing) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Functions of flash_attn, as far as it is imported, and what to call instead."""
+    """Yields each function of the imported flash_attn packages, with its replacement."""
     for module in [sys.modules[name] for name in _FLASH if name in sys.modules]:
         function = getattr(module, "flash_attn_func", None)
         if function is not None:

@@ -1,4 +1,4 @@
-"""Which input a projection had, whose output is q: X of q = X W_Q."""
+"""Finds X, the input of the projection q = X W_Q."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Which argument is X, by function: a Linear's, and Hugging Face's Conv1D and hand-written ones.
+# The position of X in the arguments of each matrix product. `linear` is what a Linear calls; the
+# other functions are called by Hugging Face's Conv1D and by handwritten projections.
 PRODUCTS = {
     functional.linear: 0,
     torch.addmm: 1,
@@ -21,7 +22,7 @@ _NAMES = ("input", "mat1")
 
 
 class Product(NamedTuple):
-    """X and what came of it, before anything was written into it."""
+    """The input X and the output of a matrix product, with the output's version at that time."""
 
     x: Tensor | None
     out: Tensor
@@ -29,7 +30,10 @@ class Product(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, out: Tensor) -> "Product":
-        """Of a call of one of `PRODUCTS`."""
+        """Makes the record of a call of one of `PRODUCTS`.
+
+        x is None if X is not found, or if its rows are not those of the output.
+        """
         place = PRODUCTS[func]
         x = args[place] if len(args) > place else next((kwargs.get(n) for n in _NAMES), None)
         is_of_all = out.shape[:-1] == x.shape[:-1] if x is not None else False
@@ -37,9 +41,10 @@ class Product(NamedTuple):
 
 
 def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
-    """X [B, T, D] where q [B, T, N, H] is a view of X W, with a bias or without; else None.
+    """Returns X [B, T, D] if q [B, T, N, H] is a view of X W, with or without a bias; else None.
 
-    A view has the memory of the product's output, and the version of it unless it was changed.
+    A view shares the memory of the product's output. It also has the output's version, unless the
+    output was changed in place.
     """
     found = (p for p in products if p.x is not None and _is_view(q, p))
     product = next(found, None)
@@ -52,7 +57,7 @@ def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
         by_batch * torch.arange(batch, device=device)[:, None]
         + by_row * torch.arange(rows, device=device)[None]
     )
-    if torch.any(places % width):  # rows of q are parts of rows of the product
+    if torch.any(places % width):  # a row of q does not begin at a row of the product
         return None
     x = product.x.detach().reshape(-1, product.x.shape[-1])
     return x[places // width]

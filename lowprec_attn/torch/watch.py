@@ -1,4 +1,4 @@
-"""The watch over a training run, for PyTorch: a bare loop, Hugging Face's Trainer, Lightning."""
+"""Watches a training run in PyTorch: a bare loop, Hugging Face's Trainer or Lightning."""
 
 import contextlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from lowprec_attn.diagnostics.watch import Framework, SummaryWriter, Watch, Writ
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.torch.capture import first_pass
 
-# On the CPU: PyTorch has the GPU, and its memory.
+# Arrays are measured on the CPU, because PyTorch uses the GPU and its memory.
 _TORCH = Framework(
     first_pass,
     "lowprec_attn.torch.attention in place of scaled_dot_product_attention",
@@ -17,15 +17,16 @@ _TORCH = Framework(
 
 
 class TorchWatch(Watch):
-    """A `Watch`, which may also be opened and closed by a trainer's hooks."""
+    """A `Watch` that a trainer's hooks can open and close as well."""
 
     _open: contextlib.ExitStack | None = None
     _begun: int | None = None
 
     def begin(self, step: int) -> None:
-        """Opens `step(step)`, once for all micro-batches of a step.
+        """Opens `step(step)`, only once for all micro-batches of a step.
 
-        One that a step left open which had no backward pass is closed without a record.
+        If an earlier step is still open because it had no backward pass, that step is closed
+        without a record.
         """
         self.leave()
         if step == self._begun:
@@ -35,13 +36,13 @@ class TorchWatch(Watch):
         self._open.enter_context(self.step(step))
 
     def end(self) -> None:
-        """Closes what `begin` opened, and records it; nothing where nothing is open."""
+        """Closes and records what `begin` opened; does nothing if nothing is open."""
         if self._open is not None:
             stack, self._open = self._open, None
             stack.close()
 
     def callback(self, base: type) -> Any:
-        """A callback for a trainer, around the first micro-batch of each watched step.
+        """Returns a trainer's callback that watches the first micro-batch of each watched step.
 
         Args:
           base: `transformers.TrainerCallback` or `lightning.Callback`.
@@ -52,7 +53,7 @@ class TorchWatch(Watch):
         watched = self
 
         class Watching(base):
-            """Hooks of both trainers, by their names."""
+            """The hooks of both trainers, under the names that each trainer calls."""
 
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 watched.begin(state.global_step)
@@ -78,7 +79,7 @@ class TorchWatch(Watch):
         return Watching()
 
     def leave(self) -> None:
-        """Closes what `begin` opened, without a record."""
+        """Closes what `begin` opened without recording it."""
         if self._open is not None:
             stack, self._open = self._open, None
             with contextlib.suppress(_LeftError):
@@ -96,14 +97,14 @@ def watch(
     write: Write | SummaryWriter | None = None,
     numerics: Numerics | str | None = None,
 ) -> TorchWatch:
-    """Watches the attention of a run in PyTorch; see `diagnostics.watch`, and `capture` for models.
+    """Watches the attention of a run in PyTorch; see `diagnostics.watch`.
 
-    At a watched step compiled functions run eagerly. The first sequence of the first micro-batch is
-    copied to the host and measured on the CPU.
+    `capture` says which models it can read. At a watched step, compiled functions run eagerly. The
+    first sequence of the first micro-batch is copied to the host and measured on the CPU.
 
     Args:
-      every, path, write, numerics: as of `diagnostics.watch`. With `lowprec_attn.torch.attention`
-        in place of PyTorch's, numerics="normalized_delta".
+      every, path, write, numerics: see `diagnostics.watch`. Pass numerics="normalized_delta" if the
+        model calls `lowprec_attn.torch.attention` in place of PyTorch's function.
 
     Example:
       >>> watched = watch(every=500, path="attention.jsonl")
