@@ -1,4 +1,4 @@
-"""Chromium without a window, for the tests of pages: Qt WebEngine, of the extra `browser`."""
+"""Headless Chromium for the tests of pages: Qt WebEngine, from the extra `browser`."""
 
 import json
 import os
@@ -39,8 +39,8 @@ class Browser:
     """A window of Chromium.
 
     Attributes:
-      messages: of the console since the last page was opened, whatever their level.
-      requests: URLs that were asked for since then, the page's own first. Only files are served.
+      messages: console messages of every level since the last page was opened.
+      requests: URLs requested since then, the page's own first. Only files are served.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Browser:
         """Loads a page.
 
         Args:
-          path: of the file.
-          width: of the window, in pixels.
+          path: the file of the page.
+          width: the width of the window, in pixels.
           dark: whether to show the colours for readers who prefer dark ones. Without a desktop Qt
             has no such setting, so the page's media query is made to hold.
         """
@@ -112,7 +112,7 @@ class Browser:
     def screenshot(self, path: Path) -> np.ndarray:
         """Writes the whole page as PNG; returns its pixels [height, width, 3].
 
-        It is put together from windows: Chromium draws none of any height.
+        The picture is assembled from several windows, because Chromium limits the height of one.
         """
         height, width = self.evaluate("[document.documentElement.scrollHeight, innerWidth]")
         image = QImage(width, height, QImage.Format.Format_RGB32)
@@ -132,7 +132,7 @@ class Browser:
         frame = "requestAnimationFrame"
         self.evaluate(f"(window.drawn = 0, {frame}(() => {frame}(() => window.drawn = 1)), 0)")
         self.wait_until("window.drawn == 1")
-        QTest.qWait(100)  # from Chromium's process into the window
+        QTest.qWait(100)  # until Chromium's process has updated the window
 
 
 class _Page(QWebEnginePage):
