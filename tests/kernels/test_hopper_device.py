@@ -1,7 +1,7 @@
 """The compiled Hopper kernels on a device, compared with the general GPU kernels.
 
-export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -m gpu
-tests/kernels/test_hopper_device.py
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+pytest -m gpu tests/kernels/test_hopper_device.py
 """
 
 import dataclasses
