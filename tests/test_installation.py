@@ -14,7 +14,7 @@ from lowprec_attn import __version__, installation
 from lowprec_attn.commands.main import main
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Anything that looks like the address of a repository of this name, with or without a scheme.
+# Matches anything like the address of a repository of this name, with or without a scheme.
 ADDRESS = re.compile(r"(?:\w+://|git@)?[\w.-]+\.\w+[/:][\w.-]+/lowprec[-_]attn\b")
 INSTALLS = re.compile(r"pip install (?:-\S+ )*['\"]?lowprec-attn[^\n]*")
 

@@ -131,7 +131,7 @@ def test_a_rounding_between_δ_and_its_sum_decides_every_run_in_true_bfloat16():
 
 
 def test_the_separation_is_no_matter_of_how_it_is_measured():
-    """As the page of the causes says: at the last record, as an RMS, and in absolute size."""
+    """It also holds at the last record, as an RMS, and in absolute size, as the page says."""
     rounded = {row.arm for row in causes_figure.ROUNDED}
     found = {True: [], False: []}
     for run in causes_figure.runs():

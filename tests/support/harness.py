@@ -1,8 +1,8 @@
 """One oracle, one table of implementations, one table of cases.
 
 `run` runs an implementation forward and backward on a case. `check` bounds every error against the
-float64 reference by that of `plain`, the same numerics written in NumPy float32. A new
-implementation is one more row of IMPLEMENTATIONS.
+float64 reference by the error of `plain`, the same numerics in float32 NumPy. A new implementation
+is one more row of IMPLEMENTATIONS.
 """
 
 import dataclasses
@@ -415,7 +415,7 @@ def slope(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def oracle(case: Case, arrays: Arrays) -> Arrays:
-    """Float64 forward and backward, with a gradient of lse."""
+    """The float64 results of the forward and backward pass, including a gradient of lse."""
     qkv = (arrays["q"], arrays["k"], arrays["v"])
     options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)

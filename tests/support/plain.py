@@ -26,7 +26,7 @@ class Options:
     numerics: Numerics
     row_max: RowMax
     scale: float
-    seen: np.ndarray  # True where a row may see a key
+    seen: np.ndarray  # True where a row sees a key
     visited: np.ndarray  # True where position allows it, whatever the dense mask and segments say
     within_lengths: np.ndarray  # like `visited`, without causality
     bias: np.ndarray | None = None

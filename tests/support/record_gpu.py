@@ -113,7 +113,7 @@ def sanitizer_record(program: str, run: tuple[str, str]) -> Record:
 
 
 def sanitizer_command(program: str, run: tuple[str, str]) -> list[str]:
-    """The command up to the script that is to be run."""
+    """The words of the command that stand before the script."""
     tool, what = run
     port = FIRST_PORT + PORTS * sanitizer_runs("").index(run)
     which = [] if what.endswith("trainer") else ATTENTION_ALONE[tool]

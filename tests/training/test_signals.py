@@ -107,7 +107,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
         jax.random.key(0),
     )
     shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
-    assert described == [*group_heads([shared] * 2)]  # once for both layers
+    assert described == [*group_heads([shared] * 2)]  # one description serves both layers
 
 
 def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():

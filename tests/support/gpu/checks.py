@@ -248,7 +248,7 @@ class SignedError:
 
 
 def signed_error(x: np.ndarray, exact: np.ndarray) -> float:
-    """‖Σ e‖ / √(Σ ‖x‖²) over batch and rows of [B, T, N, H], the largest over the heads."""
+    """The largest ‖Σ e‖ / √(Σ ‖x‖²) of a head, over batch and rows of [B, T, N, H]."""
     total = np.linalg.norm((x - exact).sum((0, 1)), axis=-1)
     return float(np.max(total / np.sqrt((exact**2).sum((0, 1, 3)))))
 

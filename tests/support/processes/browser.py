@@ -88,14 +88,14 @@ class Browser:
             assert held == 1, f"{held} media queries for dark colours"
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression of JavaScript, as JSON has it."""
+        """The value of a JavaScript expression, converted through JSON."""
         found: list[str] = []
         self._page.runJavaScript(f"JSON.stringify({script})", 0, found.append)
         _wait(lambda: bool(found), script)
         return json.loads(found[0])
 
     def wait_until(self, condition: str) -> None:
-        """Waits for an expression of JavaScript to be true."""
+        """Waits until a JavaScript expression is true."""
         _wait(lambda: self.evaluate(condition), condition)
 
     def click(self, selector: str) -> None:
@@ -128,7 +128,7 @@ class Browser:
         return pixels[..., 2::-1].copy()
 
     def _drawn(self) -> None:
-        """Waits for two frames, since the first may have been under way."""
+        """Waits for two frames, because the first may already have been under way."""
         frame = "requestAnimationFrame"
         self.evaluate(f"(window.drawn = 0, {frame}(() => {frame}(() => window.drawn = 1)), 0)")
         self.wait_until("window.drawn == 1")

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
-_SECONDS = 60.0  # until the node is idle
+_SECONDS = 60.0  # the limit until the node is idle
 _CONFIGURATION = """\
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
