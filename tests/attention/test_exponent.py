@@ -78,7 +78,7 @@ def test_either_exponent_is_there_in_the_gpu_kernels(name: str) -> None:
 def test_products_are_multiplied_once_where_the_scale_is_no_power_of_two(
     implementation: str,
 ) -> None:
-    """Multiplying by the scale, and S by log2 e, rounds c m differently."""
+    """Multiplying by the scale first, and then S by log2 e, would round c m differently."""
     case = dataclasses.replace(CASE, scale=0.0883883)
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(case)
     num = NUMERICS["m_and_l, P̄ in bfloat16"].replace(exponent="scale_first")

@@ -183,7 +183,8 @@ def test_nnx_decodes_step_by_step_as_the_whole_sequence(case: str, kv_heads: int
     expected = nnx_layer(None, num_kv_heads=kv_heads)(x, mask=mask)
     layer = nnx_layer(fn, num_kv_heads=kv_heads)
     layer.init_cache(x.shape)
-    # With a causal call, Flax would and a one-row triangle to the mask, which is not meant here.
+    # With a causal call, Flax would combine the mask with a triangle of one row, which is not meant
+    # here.
     for t in range(LONGER):
         out = layer(x[:, t : t + 1], decode=True)
         np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)

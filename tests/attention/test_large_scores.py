@@ -58,7 +58,7 @@ def test_padding_by_a_bias(implementation: str, bias: float) -> None:
 
 @pytest.mark.parametrize("preset", ["standard", "jax_nn"])
 def test_unfused_attention_keeps_its_probabilities(preset: str) -> None:
-    """Each row of P sums to 1 in the backward pass: with equal dO, dV then sums to all of dO."""
+    """Each row of P sums to 1 in the backward pass: if dO is 1 everywhere, dV counts the rows."""
     arrays = inputs(-1e9)
     arrays["do"][...] = 1.0
     num = get_preset(preset)

@@ -25,8 +25,8 @@ from lowprec_attn.numerics import FLASH, MATCHED, MATCHED_FLOAT32_OUTPUT, Numeri
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 SCORES = (1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
-# The allowed sums of rows of dS, relative to Σ |P dP|: what float32, and the lower half of O,
-# leave.
+# The allowed row sums of dS, relative to Σ |P dP|: the remainder of float32 and of O saved in
+# halves.
 BOUNDS = {"matched_float32_output": 1e-6, "matched": 1e-5}
 LOG2E = float(np.log2(np.e))
 

@@ -97,7 +97,7 @@ def test_the_first_rows_are_those_of_the_record_too() -> None:
             assert shares[name] > 0.1 if misses else shares[name] <= SHARE, shares
 
 
-# Leaving out a point moves a result this far from the reading, so the mutant is told apart.
+# The effect of each point on the distance from the reading: a preset without it is told apart.
 
 MUTANT_LENGTH, MUTANT_STEP = 128, 64
 MUTANT_HEADS = (Head(3, False), Head(30, False), Head(30, True), Head(150, True))

@@ -50,7 +50,7 @@ KERNELS = ("forward", "query_gradients", "key_gradients")
 # Bytes of registers that each kernel spills, by head size.
 SPILLED = {"forward": (0, 0, 0), "query_gradients": (0, 0, 0), "key_gradients": (8, 0, 0)}
 CORRECTED = (CORRECTED_AFTER_CAST, MATCHED.replace(delta="after_cast"))
-SERIALIZED = r"C751[0-8]"  # the assembler reports so that products wait for other instructions
+SERIALIZED = r"C751[0-8]"  # assembler remarks: products wait for other instructions
 
 
 class Code:
@@ -229,9 +229,9 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
             # w is loaded once for two programs, and nothing divides.
             assert "multicast" in found.ptx[kernel]
             assert not re.search(r"\bdiv\.(full|rn)", found.ptx[kernel])
-    # The interpreter does not model these: stores that still read when they seem done, products
-    # that still read, threads of a warpgroup that wait for each other, and releases in both
-    # programs.
+    # The interpreter does not model these: stores that read memory after they were issued, operands
+    # that products still read, threads of a warpgroup that wait for each other, and releases in
+    # both programs.
     pieces, wait = gelu_products.PIECES, r"cp\.async\.bulk\.wait_group\.read\s+{};"
     for kernel, stores, fences in (
         ("product_and_gelu", pieces + 1, pieces + 1),
@@ -244,8 +244,8 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
         assert len(re.findall(r"mbarrier\.arrive\.shared::cluster", text)) == 1, kernel
     for count, times in ((1, 1), (0, 1)):
         assert len(re.findall(wait.format(count), found.ptx["cross_entropy_rows"])) == times
-    # The registers of two programs of the cross-entropy fit one multiprocessor, as their shared
-    # memory does (228 KiB).
+    # Two programs of the cross-entropy share a multiprocessor: its 228 KiB of shared memory, and
+    # its registers.
     assert found.number("cross_entropy_rows", r"Used (\d+) registers") <= 65536 // 256
 
 

@@ -161,7 +161,8 @@ def test_tiles_beyond_a_window_are_not_read(is_causal: bool) -> None:
     of = call(case)
     arrays, extras = operands_of(case)
     clean = run(case, of)
-    # dK reads δ of rows that also see other keys: the NaN is two windows away, plus whole tiles.
+    # dK reads δ of rows that also see other keys, so the NaN must be two windows away, plus their
+    # tiles.
     for ends, others in ((slice(0, 64), slice(-128, None)), (slice(-64, None), slice(0, 128))):
         poisoned = dict(arrays)
         for name in ("q", "k", "v", "do"):

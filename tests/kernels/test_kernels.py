@@ -117,7 +117,7 @@ def test_presets_with_other_rules_are_as_accurate_as_plain(rule_of: tuple[str, s
     call = kernel_call(kernels, case, PRESETS[preset], RULES[rule], backward=backward)
     result = check_accuracy(case, call)
     if preset in ("exact", "stochastic_output") or "matched" in preset:
-        return  # O does not depend on the rule, or, in the second, is not `plain` to the bit
+        return  # O ignores the rule, or is stochastic and not `plain` to the bit
     if rule == "lazy_max":
         return  # no maximum of this case grows in a later step; the next test has some
     standard = kernel_call(kernels, case, PRESETS[preset])

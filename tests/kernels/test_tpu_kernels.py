@@ -39,7 +39,7 @@ call_of = functools.partial(kernel_call, "tpu", sizes=TPU_TILES)
 
 
 # `tiled` takes the same sums in the same order. Most rows tie, the scores of the first rows are all
-# negative, and steps with two thirds of the keys lie above the diagonal.
+# negative, and the steps of two thirds of the keys lie above the diagonal.
 SAME_ORDER = dataclasses.replace(
     LONG, rows=128, keys=384, dtype="bfloat16", values="repeated_maxima"
 )

@@ -139,10 +139,11 @@ class Sizes:
 
 
 def sizes(x: Problem, seen: np.ndarray) -> Sizes:
-    """Each result if every term were positive, which relative errors of terms scale with.
+    """The size of each result: its value if every term were positive.
 
-    It also gives the largest Σ |q||k|·scale + |bias| of a visible pair. A relative error of the
-    terms of a score, times this sum, is a relative error of its probability.
+    Relative errors of the terms add up to at most that share of the size. Also the largest Σ
+    |q||k|·scale + |bias| of a visible pair: a relative error of the terms of a score, times this
+    sum, is a relative error of its probability.
     """
     positive = dataclasses.replace(
         x,

@@ -52,7 +52,8 @@ PRESETS = {
 }
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
-# Points at which only the forward kernel rounds, because the backward kernels are slow to compile.
+# Points at which only the forward kernel rounds. Tests of these points skip the backward kernels,
+# which are slow to compile.
 FORWARD = (
     "shift",
     "probs",

@@ -36,7 +36,7 @@ class Options:
 
     @property
     def unit(self) -> float:
-        """The factor from q·k, or a capped q·k, to S, which the exponent multiplies in."""
+        """The factor from q·k, or from its tanh under a soft cap, to S."""
         return self.scale if self.soft_cap is None else self.soft_cap
 
 
@@ -118,7 +118,7 @@ LOG2E = float(np.log2(np.e))
 
 
 def raw_scores(opt: Options) -> bool:
-    """Whether the exponent multiplies the products q·k once, in place of S."""
+    """Whether one multiplication forms the exponent from q·k, instead of from S."""
     n = opt.numerics
     formed = [n.scores] if n.exponent == "whole_max" else [n.scores, n.stats]
     products = n.exponent in ("scale_first", "unfused", "whole_max")

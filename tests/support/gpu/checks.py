@@ -297,9 +297,11 @@ class WholePowers:
     """2^(x − n) is 2^-n times 2^x bit for bit, for all x ≤ 0 that `arithmetic.powers` forms.
 
     It also holds for all x that `hopper.powers` forms, which are lower by 64 and more and whose
-    powers are normal numbers. The instruction is an approximation. `matched` has the same P̄ in
-    both passes only if the instruction errs alike for every whole part of its operand, S₂ − M.
-    Above 0, where no operand of P̄ lies, it errs differently.
+    powers are normal numbers.
+
+    The instruction is an approximation. `matched` has the same P̄ in both passes if the instruction
+    errs alike for every whole part of its operand, S₂ − M. Above 0, where no operand of P̄ lies, it
+    errs differently.
     """
 
     case: str = "powers"

@@ -1,4 +1,4 @@
-"""Calls of the library in the way of the public code, with the presets and rules of the reading."""
+"""The library, called as the public code is, with the presets and rules of the reading."""
 
 import dataclasses
 from typing import Any
