@@ -1,4 +1,4 @@
-"""Records what the compiled GPU kernels compute on this device, and what the sanitizers report.
+"""Records what the compiled GPU kernels compute on this device, and what the sanitizers say.
 
     python tests/support/record_gpu.py --out results/gpu_conformance_h200.jsonl
 
