@@ -18,7 +18,7 @@ from compiling import compile_quickly
 from lowprec_attn.data import builtin_text
 from lowprec_attn.training.resources import heap
 
-# Of the workers, which begin after this: threads of BLAS that wait for a core wait busily.
+# Set before the workers start, because idle BLAS threads spin while they wait for a core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _ON_A_DEVICE = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")
@@ -29,18 +29,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long fuzzers go on beyond what they always try."""
+    """Adds the option that lets fuzzers go on beyond what they always try."""
     parser.addoption("--fuzz-seconds", type=float, default=0.0, help="seconds, per fuzzer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a CPU, programs compile quickly, unless tests of a device or slow ones were asked for."""
+    """Makes programs compile quickly on a CPU, unless slow or device tests were asked for."""
     if not _ON_A_DEVICE and "not slow" in (config.getoption("markexpr") or ""):
         compile_quickly()
 
 
 def pytest_collection_finish() -> None:
-    """What stays for ever is searched for garbage no more, and what traces allocate less often."""
+    """Lets the garbage collector skip what stays for ever, and run less often while JAX traces."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -51,7 +51,10 @@ _files = itertools.count(1)
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_dropped() -> Iterator[None]:
-    """Of every eight files: JAX keeps what it compiles for ever, a third of a gigabyte a file."""
+    """Clears JAX's caches after every eighth file.
+
+    JAX keeps every compiled program, about a third of a gigabyte per file of tests.
+    """
     yield
     if next(_files) % 8 == 0:
         jax.clear_caches()
@@ -62,9 +65,10 @@ _settle = heap.settle
 
 @pytest.fixture(scope="session", autouse=True)
 def _unsettled_heap() -> Iterator[None]:
-    """A run in this process would look through all that the tests before it have left.
+    """Turns off `heap.settle`, which collects all garbage, for runs in this process.
 
-    That takes up to a second of every run. Runs in processes of their own do it.
+    Such a run would search through all the objects that earlier tests have left, which takes up to
+    a second. A run in a process of its own still settles its heap.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heap, "settle", lambda: None)
@@ -73,27 +77,27 @@ def _unsettled_heap() -> Iterator[None]:
 
 @pytest.fixture
 def settled_heap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is collected: a run in this process settles its heap as a user's does."""
+    """Lets a run in this process settle its heap as a user's run does, for tests of garbage."""
     monkeypatch.setattr(heap, "settle", _settle)
 
 
 @pytest.fixture(scope="module")
 def strict_promotion() -> Iterator[None]:
-    """No implicit dtype promotion; per module, because Optax and NNX layers rely on it."""
+    """Forbids implicit dtype promotion, per module because Optax and NNX layers rely on it."""
     with jax.numpy_dtype_promotion("strict"):
         yield
 
 
 @pytest.fixture
 def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The interpreter prints the races that it finds."""
+    """Fails the test if Pallas's interpreter printed that it found a race."""
     yield
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @pytest.fixture(scope="session")
 def compilations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the processes that tests start keep what they compile; one for all workers of a run."""
+    """The compilation cache of the processes that tests start, shared by all pytest workers."""
     base = tmp_path_factory.getbasetemp()
     of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     (of_run / "compilations").mkdir(exist_ok=True)
@@ -102,7 +106,7 @@ def compilations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_once(compilations: Path) -> Iterator[None]:
-    """Runs in this process share their programs with each other and with those of processes."""
+    """Lets runs in this process share compiled programs with each other and other processes."""
     jax.config.update("jax_compilation_cache_dir", str(compilations))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield
@@ -118,13 +122,13 @@ def no_report() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token files; see `command.write_text`."""
+    """Directory of token files; see `command.write_text`."""
     return train_command.write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def text_read_once() -> Iterator[None]:
-    """Runs in this process gather the built-in text, which takes a second, the first time alone."""
+    """Caches the built-in text for runs in this process, because gathering it takes a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builtin_text, "load", _built_in_text)
         yield
@@ -139,7 +143,7 @@ def command(compilations: Path) -> Callable[..., object]:
     return functools.partial(train_command.start, compilations)
 
 
-# Whole files go to one worker each, so the longest must not be left for last.
+# A worker takes whole files, so the longest files must start first.
 _LONGEST = (
     "test_check.py",
     "test_kernels.py",
@@ -161,6 +165,6 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files for `--dist=loadfile`."""
+    """Puts the longest files first, for `--dist=loadfile`."""
     rank = {name: i for i, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

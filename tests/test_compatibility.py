@@ -1,4 +1,4 @@
-"""What 0.1.0 left on the disk opens with the same numbers (tests/fixtures/README.md)."""
+"""Files that version 0.1.0 wrote open with the same numbers (tests/fixtures/README.md)."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_a_run_goes_on_by_its_own_command(run, capsys):
     before = metrics.read(run / "metrics.jsonl")
     (start,) = json.loads((run / "environment.json").read_text())
     words = [word for word in start["command"][1:] if not word.startswith("--workdir")]
-    # Such flags are refused by name, below.
+    # The tests below check that such flags are refused by name.
     words = [word.replace("on_spike=rollback", "rollback.tries=3") for word in words]
     words = [word.replace("config.rollback_", "config.rollback.") for word in words]
     words.remove("--config.loggers=None")
@@ -99,7 +99,7 @@ def test_a_command_without_a_workdir_finds_the_run_it_had():
     config = load("gpt2_bf16:tiny")
     had = Path("runs/gpt2_bf16-tiny-bf0b7c78")
     assert _default_workdir(train_settings(config), config) == had
-    # A point that 0.1.0 had not counts where it is set.
+    # A point that 0.1.0 did not have changes the directory only where it is set.
     config["attention"]["points"]["statistics"] = "m_and_l"
     without = _default_workdir(train_settings(config), config)
     config["attention"]["points"]["recomputed_probs"] = "rounded"

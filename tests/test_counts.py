@@ -1,4 +1,4 @@
-"""Numbers before nouns."""
+"""Numbers in front of nouns."""
 
 import pytest
 

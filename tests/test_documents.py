@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, and the repository stays small enough to clone."""
+"""Links of the documents resolve, and the repository stays small enough to clone."""
 
 import collections
 import re
@@ -17,7 +17,7 @@ _HEADING = re.compile(r"^#{1,6} +(.+?)\s*#*$", re.MULTILINE)
 
 
 def tracked(*patterns):
-    """What git knows of the files, new ones that it does not ignore included."""
+    """The files that git tracks, and new files that it does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = (ROOT / line for line in names.splitlines())
@@ -36,7 +36,7 @@ def anchors(path):
 
 
 def broken(path):
-    """The links of a document that lead nowhere."""
+    """Yields the links of a document that lead nowhere."""
     for target in _LINK.findall(_CODE.sub("", _FENCED.sub("", path.read_text()))):
         if re.match(r"[a-z]+:", target):
             continue
@@ -83,7 +83,7 @@ def test_pictures_are_small_and_a_page_shows_each():
 
 
 def words(path):
-    """What a reader reads: words and numbers, without tables' lines, links' targets and images."""
+    """The number of words that a reader sees, without table rules, link targets and images."""
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", path.read_text())
     return sum(1 for word in text.split() if re.search(r"\w", word))
 

@@ -1,4 +1,4 @@
-"""Files that are written, lines, locks, and a disk that refuses."""
+"""Writing files, reading lines, locks, and a disk that refuses a write."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_nested_mappings_are_flattened_to_their_values():
 
 
 def test_the_sum_of_a_file_is_that_of_its_bytes(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc")  # FIPS 180-4, example of SHA-256
+    (tmp_path / "a").write_bytes(b"abc")  # FIPS 180-4's example of SHA-256
     assert files.sha256(tmp_path / "a") == (
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     )

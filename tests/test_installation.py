@@ -1,4 +1,4 @@
-"""The address of the source stands in one place; advice to install something can be followed."""
+"""One address of the source everywhere, and advice to install something that can be followed."""
 
 import importlib.metadata
 import re
@@ -14,12 +14,12 @@ from lowprec_attn import __version__, installation
 from lowprec_attn.commands.main import main
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Anything that looks like the address of a repository of this name, with or without a scheme.
+# Matches anything like the address of a repository of this name, with or without a scheme.
 ADDRESS = re.compile(r"(?:\w+://|git@)?[\w.-]+\.\w+[/:][\w.-]+/lowprec[-_]attn\b")
 INSTALLS = re.compile(r"pip install (?:-\S+ )*['\"]?lowprec-attn[^\n]*")
 
 
-# Beside the files at the top.
+# The folders that are searched, besides the files at the top.
 FOLDERS = ("lowprec_attn", "pallas_kernels", "configs", "benchmarks", "tests", "docs", "colab")
 SUFFIXES = {".md", ".toml", ".cff", ".py", ".ipynb", ".yaml"}
 
@@ -45,7 +45,7 @@ def test_no_page_spells_the_address_of_the_source_differently(pages):
 
 def test_no_page_installs_the_package_from_an_index(pages):
     found = [line for text in pages.values() for line in INSTALLS.findall(text)]
-    assert found  # the README's, at least
+    assert found  # at least the README's
     assert [line for line in found if f"@ git+{installation.address()}" not in line] == []
 
 
@@ -88,7 +88,7 @@ def test_every_extra_that_is_advised_exists(pages):
         ("tensorboardX", "train"),
         ("tiktoken", "data"),
         ("safetensors", "diagnose"),
-        ("etils.epath", "train"),  # of orbax-checkpoint
+        ("etils.epath", "train"),  # a dependency of orbax-checkpoint
     ],
 )
 def test_the_advice_for_a_module_names_the_extra_that_brings_it(monkeypatch, module, extra):

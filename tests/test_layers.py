@@ -1,4 +1,4 @@
-"""Importing the library pulls in nothing of the trainer, and nothing at all before it is used."""
+"""The library imports nothing of the trainer, and the package alone imports nothing at all."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from processes.forks import Fork, import_as_the_first
 
 
 def modules_after(statement: str) -> set[str]:
-    """Top-level names in sys.modules of a fresh interpreter after a statement."""
+    """The top-level names in `sys.modules` of a fresh interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -22,7 +22,7 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-# Runs in a fresh interpreter. Of the installed distributions it finds those alone that the command
+# Runs in a fresh interpreter, which can import only the installed distributions that the command
 # line names.
 IMPORT_WITH_THESE_ALONE = """
 import importlib.metadata, sys
@@ -75,7 +75,7 @@ def test_core_imports_with_what_an_installation_without_extras_has() -> None:
 
 def test_core_imports_jax_and_the_package_alone_does_not() -> None:
     assert "jax" in modules_after("from lowprec_attn import attention")
-    # Of the commands, `main` first settles what libraries read when they are imported.
+    # `main` sets the environment before it imports a command, which imports NumPy or JAX.
     loaded = modules_after("import lowprec_attn.commands.main")
     assert "lowprec_attn" in loaded
     assert not loaded & {"jax", "numpy", "ml_dtypes"}
@@ -104,7 +104,7 @@ def test_a_point_is_named_in_the_files_that_the_architecture_lists() -> None:
 
 
 def test_the_layers_name_every_module_of_the_diagnostics() -> None:
-    """Its door stands above it, so the contract cannot name the room as a whole."""
+    """The contract lists the modules, because `examine` stands above the rest of their package."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = " : ".join(contracts["contracts"][0]["layers"]).replace("|", ":").split(":")
     room = ROOT / "lowprec_attn" / "diagnostics"

@@ -1,4 +1,4 @@
-"""What the site makes of pages and docstrings, before Sphinx reads them."""
+"""How the site converts pages and docstrings before Sphinx reads them."""
 
 import pytest
 from command import ROOT

@@ -1,4 +1,4 @@
-"""Tables of text in columns, and in Markdown."""
+"""Text tables in columns and in Markdown."""
 
 from lowprec_attn.tables import columns, markdown
 

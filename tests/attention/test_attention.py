@@ -1,4 +1,4 @@
-"""Every implementation on every case against the float64 reference; what tiles may not change."""
+"""Every implementation on every case against the float64 reference, and what tiles keep."""
 
 import dataclasses
 import functools
@@ -26,17 +26,17 @@ RULES: dict[str, numerics.RowMax] = {
     "standard": numerics.StandardMax(),
     "published": numerics.PublishedMax(),
     "dynamic_max": numerics.DynamicMax(),
-    "lazy_max": numerics.LazyMax(threshold=0.5),  # of scores that vary little
+    "lazy_max": numerics.LazyMax(threshold=0.5),  # for scores that vary little
 }
-# Rules look at the scores of one step: they are tried where a maximum repeats.
+# A rule depends on the scores of one step, so rules are tried where a maximum repeats.
 PRESETS_AND_RULES = [
     *((preset, "standard") for preset, n in numerics.PRESETS.items() if not n.normalize_probs),
     ("flash_attention_3", "lazy_max"),
     ("published", "published"),
     ("published", "dynamic_max"),
 ]
-# Every choice and rule: what differs between one step and several, or between tiles, lies in how
-# each is computed, not in which stand beside each other.
+# Every choice and rule, but not every combination: steps and tiles differ in how each choice is
+# computed, not in which choices meet.
 EVERY_CHOICE = {
     **{
         f"{preset}-standard": (numerics.PRESETS[preset], "standard")
@@ -63,7 +63,7 @@ IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.
 def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, case: str) -> None:
     problem, how = harness.cases_of(implementation)[case], harness.strict(implementation)
     arrays = harness.inputs(problem)
-    # One program for the largest scores as well: what stands beside them does not change, see
+    # The same program also returns the largest scores, which do not change the other results; see
     # test_max_logit.py.
     result = harness.run(how, problem, arrays, numerics.EXACT, max_logit=True)
     others = {name: x for name, x in result.items() if name != "max_logit"}
@@ -93,11 +93,11 @@ def test_so_is_optimized_code(implementation: str, case: str) -> None:
 
 @pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
 def test_presets_and_rules_are_as_accurate_as_plain(preset: str, rule: str) -> None:
-    """In tiles; `dense` has the bits of `tiled` in one step, see below."""
+    """In tiles; `dense` has the same bits as `tiled` in one step, as tested below."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
     how, arrays = harness.IMPLEMENTATIONS["tiled_odd"], harness.inputs(problem)
     chosen = numerics.PRESETS[preset]
-    # The plain implementation rounds to nearest; stochastic rounding moves up to twice as far.
+    # The plain implementation rounds to nearest. Stochastic rounding moves up to twice as far.
     factor = 2 if chosen.needs_bits else 1
     same = harness.run_plain(
         problem, arrays, how.numerics(chosen.replace(output="bfloat16")), RULES[rule]
@@ -120,7 +120,7 @@ def test_unfused_presets_are_as_accurate_as_plain(preset: str) -> None:
 
 @pytest.mark.parametrize("choice", EVERY_CHOICE | EVERY_POINT)
 def test_tiled_in_one_step_equals_dense_bit_for_bit(choice: str) -> None:
-    """So what is true of `tiled` at each point and choice, see test_points.py, is of `dense`."""
+    """What test_points.py shows of `tiled` at each point and choice therefore holds for `dense`."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
     arrays = harness.inputs(problem)
     one_tile = harness.Implementation(
@@ -143,7 +143,7 @@ def test_block_sizes_do_not_change_the_arithmetic(choice: str) -> None:
     first = harness.IMPLEMENTATIONS["tiled_odd"]
     second = dataclasses.replace(first, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4))
     a, b = (harness.run(how, problem, arrays, chosen, row_max, KEY) for how in (first, second))
-    # A row of the forward pass is the same sum in any tile, random bits included.
+    # A row of the forward pass is the same sum in any tile, with the same random bits.
     np.testing.assert_array_equal(a["out"], b["out"])
     np.testing.assert_array_equal(a["lse"], b["lse"])
     harness.check_same(b, a, max(problem.rows, problem.keys))
@@ -158,7 +158,7 @@ def qkv(case: harness.Case) -> list[jax.Array]:
     return [jnp.asarray(arrays[name]) for name in ("q", "k", "v")]
 
 
-# The arguments of `jax.nn.dot_product_attention` that have one meaning here and there, and values.
+# Arguments that mean the same as in `jax.nn.dot_product_attention`, and their values.
 _LENGTHS = np.array([11, 20], np.int32)
 ARGUMENTS = {
     "bias": np.random.default_rng(1).standard_normal((1, 2, 20, 20)).astype(np.float32),
@@ -177,7 +177,7 @@ def test_the_arguments_are_those_of_jax_nn_by_name() -> None:
     assert set(names) - {*ARGUMENTS, "query", "key", "value"} == {"implementation"}
     query, key, value = qkv(harness.Case())
     call = {"query": query, "key": key, "value": value} | ARGUMENTS
-    call["mask"][..., 0] = True  # a row without keys is 0 here, and a mean there
+    call["mask"][..., 0] = True  # because a row without keys is 0 here and a mean in JAX
     ours = attention.dot_product_attention(**call, numerics="exact", implementation="dense")
     theirs = jax.nn.dot_product_attention(**call, implementation="xla")
     for x, y in zip(ours, theirs, strict=True):
@@ -186,9 +186,10 @@ def test_the_arguments_are_those_of_jax_nn_by_name() -> None:
 
 
 def test_heads_equal_those_of_separate_calls() -> None:
-    """Numerics and rules per head, random bits included; heads 0 1 | 2 3 | 4 5 share a key head.
+    """With numerics and rules per head and random bits; heads 0 1 | 2 3 | 4 5 share a key head.
 
-    Heads are split and joined beside the implementations; `dense` compiles fastest.
+    Heads are split and joined outside the implementations, so one suffices; `dense` compiles
+    fastest.
     """
     case = harness.Case(heads=6, kv_heads=3, is_causal=True, values="repeated_maxima")
     pairs = [
@@ -220,7 +221,7 @@ def test_heads_equal_those_of_separate_calls() -> None:
         for x, y, size in zip(mixed, alone, (2, 2, 2, 1, 1), strict=True):
             heads = slice(group * size, (group + 1) * size)
             a, b = np.asarray(x)[:, :, heads], np.asarray(y)[:, :, heads]
-            # Other bits would move about half of all entries by 2^-8; a smaller array may be
+            # Other random bits would move about half of all entries by 2^-8. A smaller array may be
             # summed in another order, which tips few roundings.
             assert np.mean(np.abs(a - b) > 2.0**-12 * np.abs(b).max()) < 0.01
 
@@ -292,7 +293,7 @@ def test_checkpoint_repeats_the_same_random_bits(implementation: str) -> None:
 def test_equal_calls_outside_of_a_jit_are_compiled_once(
     implementation: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And so are their gradients, whatever function is differentiated."""
+    """Their gradients are compiled once too, whatever function is differentiated."""
     q, k, v = qkv(harness.Case(is_causal=True))
 
     def call() -> None:
@@ -307,7 +308,7 @@ def test_equal_calls_outside_of_a_jit_are_compiled_once(
         call()
         assert "Compiling" not in caplog.text
         ATTEND(q, k, v, scale=0.3, implementation=implementation)
-    assert "Compiling jit(_compute)" in caplog.text  # what is looked for is seen
+    assert "Compiling jit(_compute)" in caplog.text  # otherwise the test could not see it
 
 
 def test_memory_of_tiled_is_linear_in_the_length() -> None:
@@ -320,16 +321,16 @@ def test_memory_of_tiled_is_linear_in_the_length() -> None:
         step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
         return step.memory_analysis().temp_size_in_bytes
 
-    # At 1,024 what a tile takes is still the most of it, and XLA lays it out as it likes.
+    # At 1,024 keys a tile still takes most of the memory, whose layout is up to XLA.
     sizes = [temporary_bytes(length) for length in (2048, 4096, 8192)]
-    # Tiles of fixed size plus a multiple of the length: equal steps per key, no square term.
+    # Tiles have a fixed size, the rest grows with the length: linear in the keys, no square term.
     assert sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
     assert sizes[2] < 8192 * 8192 * 4 / 16
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = qkv(harness.Case())
-    chosen = numerics.FLASH.replace(kv_block=19)  # asked for nowhere else
+    chosen = numerics.FLASH.replace(kv_block=19)  # no other test uses this step
     with caplog.at_level("INFO", logger="lowprec_attn"):
         for _ in range(2):
             ATTEND(q, k, v, numerics=chosen)

@@ -1,4 +1,4 @@
-"""The row sums of P and dS of a backward pass, as gradients of `backward_sums`."""
+"""The row sums of P and dS in a backward pass, as the gradients of `backward_sums`."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.attention import BackwardSums, reference
 from lowprec_attn.numerics import Numerics
 
-# A float32 dQ holds what a column of ones in k has summed up.
+# A float32 dQ holds the sum that a column of ones in k produces.
 UNROUNDED = {"grads": "float32", "tile_grads": "float32"}
 CHOICES: dict[str, Numerics] = {
     "exact": numerics.EXACT,
@@ -38,8 +38,9 @@ CASES = {
     "sinks": harness.CASES["sinks_lengths"],
     "values": harness.CASES["small_values"],
 }
-# In tiles every arithmetic, and every case with one whose sums it reaches. What is formed with dP
-# and δ, and where it is summed up, is code of each implementation: there δ in each way.
+# In tiles: every arithmetic, and every case with an arithmetic whose sums it affects. Each
+# implementation has its own code to form terms with dP and δ and to add them up, so each is tried
+# with every way to form δ.
 PARAMETERS = [
     *(("tiled_odd", "lengths", choice) for choice in CHOICES),
     *(("tiled_odd", case, "flash") for case in ("segments", "values")),
@@ -55,7 +56,7 @@ PARAMETERS = [
     ("gpu", "cap", "normalized"),
     ("gpu", "sinks", "after_cast"),
 ]
-# Whether sums are asked for is one branch of each implementation.
+# Each implementation has one branch for whether sums are asked for.
 BESIDE = ("matched", "after_cast")
 Results = tuple[Any, Any, BackwardSums]
 
@@ -68,9 +69,9 @@ def gradients(
     *,
     beside: bool = False,
 ) -> Results:
-    """(O, lse), the gradients by q k v and others, and the sums.
+    """(O, lse), the gradients by q, k, v and the rest, and the sums.
 
-    `beside`: results without sums are the same to the bit.
+    With `beside`, checks that a call without sums returns the same bits.
     """
     how = harness.strict(implementation)
     differentiated, rest, cotangents = harness.call_arrays(case, arrays)
@@ -110,7 +111,8 @@ def gradients(
 def test_they_are_what_the_backward_pass_sums(implementation: str, case: str, choice: str) -> None:
     problem, chosen = CASES[case], CHOICES[choice]
     arrays = harness.inputs(problem)
-    # A column of ones in k: there dQ is Σ_j dS_ij · scale. A query of 0 there leaves the scores.
+    # Where k has a column of ones, dQ is Σ_j dS_ij · scale. A zero in q keeps the scores as they
+    # are.
     arrays["q"][..., -1], arrays["k"][..., -1] = 0, 1
     beside = choice in BESIDE
     (_, lse), grads, sums = gradients(implementation, problem, arrays, chosen, beside=beside)
@@ -121,20 +123,20 @@ def test_they_are_what_the_backward_pass_sums(implementation: str, case: str, ch
     terms = np.abs(exact.ds).sum(axis=-1).max() * scale
     noise = 8 * plain.EPS32 * terms * problem.keys**0.5
     np.testing.assert_allclose(sums.ds, grads["q"][..., -1], rtol=0, atol=noise)
-    # P = exp(S − lse) of the lse as it was rounded: the exact one says what it sums to.
+    # P = exp(S − lse) uses the rounded lse, so the exact lse tells what P sums to.
     forward = reference.attention(*qkv, **options)
     expected = forward.p.sum(axis=-1).transpose(0, 2, 1)
     if chosen.statistics == "lse":
         sees = np.isfinite(forward.lse) & (expected > 0)
         away = np.where(sees, forward.lse, 0) - np.where(sees, lse, 0)
         expected = expected * np.exp(away)
-    # What S errs by: scores rounded to bfloat16, or the order of float32 sums.
+    # The error of S: scores rounded to bfloat16, or the order of float32 sums.
     score = np.abs(forward.s[np.isfinite(forward.s)]).max()
     within = 16 * plain.EPS32 * (1 + score)
     within += 0.0 if chosen.scores.is_identity else 2**-7 * score
     within += 0.0 if chosen.recomputed_probs == "unrounded" else 2**-8
     np.testing.assert_allclose(sums.p, expected, rtol=within, atol=0)
-    if choice == "rounded lse":  # where they say something
+    if choice == "rounded lse":  # some sums must differ from 1
         assert np.abs(sums.p - 1)[np.asarray(sums.p) > 0].max() > 1e-3
 
 
@@ -142,7 +144,7 @@ def test_they_are_what_the_backward_pass_sums(implementation: str, case: str, ch
 def test_rows_of_ds_sum_to_zero_where_that_is_promised(implementation: str) -> None:
     arrays = harness.inputs(CASE)
     arrays["dlse"][:] = 0
-    arrays["k"][..., 0] += 8  # P and dS round otherwise alike
+    arrays["k"][..., 0] += 8  # otherwise P and dS round alike
     sizes = {}
     for choice in ("flash", "after_cast"):
         *_, sums = gradients(implementation, CASE, arrays, CHOICES[choice])
@@ -224,7 +226,7 @@ def test_heads_of_different_arithmetic_keep_their_places() -> None:
     WIDE = tuple(jnp.repeat(x, 2, axis=2) for x in QKV[1:])
     mixed, alike = of(kinds), [of(kind) for kind in ("flash", "exact")]
     for head, which in enumerate(heads):
-        # In another order of sums; heads of another arithmetic are 1e-3 off, as is asserted below.
+        # Sums differ in order only. Heads of another arithmetic are off by 1e-3, as asserted below.
         np.testing.assert_allclose(mixed.ds[:, :, head], alike[which].ds[:, :, head], atol=1e-5)
     assert np.abs(alike[0].ds - alike[1].ds).max() > 1e-3
 

@@ -1,8 +1,8 @@
-"""Sinks, a soft cap and values of another size: what is asked of all three, in one call.
+"""Sinks, a soft cap and values of another head size: the tests that all three share, in one call.
 
-A result is bounded by that of the same arithmetic in NumPy, which has all three as well, so a
-defect in any of them shows. Cases in exact arithmetic stand in the harness's table, random calls in
-`test_fuzz.py`, and what each has of its own in `test_sinks.py` and `test_soft_cap.py`.
+Bounds come from the same arithmetic in NumPy, which has all three as well, so a defect in any of
+them shows. The harness's table has cases in exact arithmetic, `test_fuzz.py` has random calls, and
+`test_sinks.py` and `test_soft_cap.py` test each by itself.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ ALL = harness.Case(
     query_lengths=(4, 17),
     values="repeated_maxima",
 )
-# The unit of scores is the cap where there is one: here it is the scale.
+# With a cap the unit of scores is the cap; without one it is the scale, as here.
 SINKS = dataclasses.replace(ALL, soft_cap=None, head_size=16, value_size=None, scale=0.3)
 WIDE = dataclasses.replace(ALL, head_size=20, value_size=48)
 CASES = {"all": ALL, "sinks": SINKS, "wide": WIDE}
@@ -50,7 +50,7 @@ SERVED = [
     for name, n in numerics.PRESETS.items()
     if not n.normalize_probs and n.delta != "after_cast" and n.mean_key == "kept"
 ]
-# A rule looks at the scores of a step: it is tried where a maximum repeats.
+# A rule depends on the scores of a step, so rules are tried where a maximum repeats.
 PRESETS_AND_RULES = [
     *(("all", "tiled_odd", name, "standard") for name in presets_with_every_choice(SERVED)),
     ("all", "tiled_odd", "flash", "dynamic_max"),
@@ -58,7 +58,7 @@ PRESETS_AND_RULES = [
     ("all", "tiled_odd", "published", "published"),
     ("all", "dense", "published", "standard"),
     ("all", "dense", "matched", "standard"),
-    # `after_cast` is refused beside a cap.
+    # A cap refuses `after_cast`.
     ("sinks", "tiled_odd", "corrected_after_cast", "standard"),
     ("sinks", "tiled_odd", "flash_attention_3", "standard"),
     ("sinks", "dense", "standard", "standard"),  # P is normalised before it is rounded
@@ -66,7 +66,7 @@ PRESETS_AND_RULES = [
     ("wide", "tiled_odd", "published", "standard"),
 ]
 RULES = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
-RULES["lazy_max"] = numerics.LazyMax(threshold=0.5)  # of scores that vary little
+RULES["lazy_max"] = numerics.LazyMax(threshold=0.5)  # for scores that vary little
 
 
 @pytest.mark.parametrize(("name", "implementation", "preset", "rule"), PRESETS_AND_RULES)
@@ -81,7 +81,7 @@ def test_presets_are_as_accurate_as_plain(
     harness.check(result, same, harness.oracle(case, arrays), 4 if chosen.needs_bits else 2)
 
 
-# Of every way to form exponents and δ, to save O and to sum that the kernels have.
+# Every way of the kernels to form exponents and δ, to save O and to sum.
 OF_KERNELS = [
     *(("all", name) for name in ("normalized_delta", "matched", "published", "flash_attention_3")),
     ("all", "auxiliary_output"),
@@ -97,7 +97,7 @@ def test_presets_of_kernels_are_as_accurate_as_plain(name: str, preset: str) -> 
 
 @pytest.mark.parametrize("without", ["soft_cap", "sinks"])
 def test_plain_has_them_too(without: str) -> None:
-    """The emulation that bounds errors is told of them: else the bounds are of nothing."""
+    """Otherwise the emulation would bound errors of another problem."""
     fewer = dataclasses.replace(ALL, **{without: False if without == "sinks" else None})
     on, off = (run_plain(case, kernel_call("gpu", case, EXACT)) for case in (ALL, fewer))
     assert np.abs(on["dq"] - off["dq"]).max() > 0.01
@@ -109,7 +109,7 @@ CAP, SCALE = 0.7, 0.4
 def plain_attention(
     x: dict[str, Any], *, seen: np.ndarray, cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The formula, for JAX to differentiate: the sink is a key among the others. O and lse."""
+    """O and lse by the formula, for JAX to differentiate; the sink is one more key."""
     k, v = (jnp.repeat(x[name], x["q"].shape[2] // x["k"].shape[2], axis=2) for name in "kv")
     s = jnp.einsum("btnh,bsnh->bnts", x["q"], k) * x.get("scale", SCALE)
     s = s if cap is None else cap * jnp.tanh(s / cap)
@@ -131,16 +131,16 @@ def ours(
 @pytest.mark.parametrize(
     ("implementation", "delta"),
     [
-        # Every implementation is compared with it, in every way to form δ.
+        # The reference, against which every implementation is tested with every way to form δ.
         ("reference", "do_o"),
-        # Of a traced scale too, which it has not.
+        # The implementations also have a traced scale, which the reference lacks.
         ("dense", "dp_p"),
         ("tiled", "normalized"),
         ("tiled", "after_cast"),
     ],
 )
 def test_gradients_are_those_that_jax_derives(implementation: str, delta: Any) -> None:
-    """Of q, k, v, sinks, a bias and a traced scale. Row 2 sees no key: dlse of it is the sink's."""
+    """For q, k, v, sinks, a bias and a traced scale. Row 2 sees no key; its sink gets its dlse."""
     cap = None if delta == "after_cast" else CAP
     case = harness.Case(
         heads=4, rows=9, keys=13, sinks=True, soft_cap=cap, value_size=24, bias=(True, True, True)
@@ -186,7 +186,7 @@ def test_gradients_are_those_that_jax_derives(implementation: str, delta: Any) -
     result = both(of_call)
     assert result.keys() == exact.keys()
     for name, x in exact.items():
-        # Sums of up to 13 · 9 · 24 terms of order 1: far above noise, far below a bug.
+        # Sums of up to 13 · 9 · 24 terms of order 1: the bound is far above noise, far below a bug.
         np.testing.assert_allclose(result[name], x, atol=2e-5, err_msg=name)
 
 
@@ -220,7 +220,7 @@ def test_heads_of_different_arithmetic_shards_and_attention_fn_have_them() -> No
     options = {"is_causal": True, "implementation": "tiled", "logits_soft_cap": 1.0}
 
     def results(attend: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        """O, and the gradient of the sinks."""
+        """O and the gradient of the sinks."""
 
         def loss(column: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = attend(*(arrays[name] for name in "qkv"), sinks=column, **options)

@@ -1,4 +1,4 @@
-"""`jax.checkpoint` can keep what a forward kernel writes, by its name."""
+"""`jax.checkpoint` can keep the results of a forward kernel by name."""
 
 import contextlib
 import functools
@@ -12,14 +12,15 @@ import pytest
 
 from lowprec_attn import attention, numerics
 
-# O alone; O in float32 for δ beside it; P from m and l apart; δ without an O.
+# Kept are: O alone; O and a float32 O for δ; m and l apart, for P; no O for δ.
 PRESETS = {
     "flash": numerics.FLASH,
     "float32_output": numerics.FLASH.replace(saved_output="float32"),
     "apart": numerics.FLASH.replace(statistics="m_and_l"),
     "dp_p": numerics.FLASH.replace(delta="dp_p"),
 }
-# What a program is compiled for, which decides who serves it. Each with all that it can keep.
+# The device that a program is compiled for, which decides who serves it, and numerics that keep all
+# they can there.
 KERNELS = {
     "tpu": (None, PRESETS["float32_output"].replace(statistics="m_and_l")),
     "gpu": ("NVIDIA A100", PRESETS["float32_output"].replace(statistics="m_and_l")),
@@ -56,7 +57,7 @@ def gradient(
 
 
 def equations(jaxpr: Any) -> Iterator[str]:
-    """The names of all primitives, in loops as well."""
+    """The names of all primitives, including those inside loops."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):

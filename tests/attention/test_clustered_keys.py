@@ -1,7 +1,7 @@
-"""Keys near a common mean in a few directions: there errors of δ and of the cast of dS reach dQ.
+"""Keys near a common mean, in a few directions: errors of δ and of the cast of dS reach dQ.
 
-A row of dS that does not sum to zero adds the mean key, times that sum, to dQ. The mean is
-large beside what tells keys apart, as in trained models (arXiv 2609.34272).
+A row of dS that does not sum to zero adds the mean key, times that sum, to dQ. The mean is large
+compared to the differences between keys, as in trained models (arXiv 2609.34272).
 """
 
 import functools
@@ -19,12 +19,12 @@ from lowprec_attn.numerics import EXACT, PRESETS, Numerics
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 LENGTH, HEAD_SIZE, DIRECTIONS = 256, 64, 6
-MEAN, SPREAD = 3.0, 0.3  # of the keys; a direction has length 1
-LARGEST = (10.0, 1e2, 1e3, 1e4, 1e5)  # scores
+MEAN, SPREAD = 3.0, 0.3  # the size of the mean key and of the noise; directions have length 1
+LARGEST = (10.0, 1e2, 1e3, 1e4, 1e5)  # largest scores
 
 
 def inputs(largest: float, *, ones: bool = False) -> list[np.ndarray]:
-    """q k v do [1, T, 1, H], bfloat16 values in float32; `ones`: the first feature of k is 1."""
+    """q k v do [1, T, 1, H], bfloat16 values in float32; with `ones`, feature 0 of k is 1."""
     r = np.random.default_rng(1)
     directions = r.standard_normal((DIRECTIONS, HEAD_SIZE))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
@@ -57,7 +57,7 @@ def gradients(
     return jax.vjp(attend, q, k, v)[1]((do, dlse))
 
 
-CHOICES = ("kept", "subtracted")  # of `mean_key`
+CHOICES = ("kept", "subtracted")  # choices of `mean_key`
 NO_DLSE = np.zeros((1, LENGTH, 1), np.float32)
 
 
@@ -75,7 +75,7 @@ def errors(largest: float, num: Numerics) -> tuple[float, float]:
 
 @pytest.mark.parametrize("largest", LARGEST)
 def test_the_correction_after_the_cast_leaves_less_than_the_cast_alone(largest: float) -> None:
-    """Of `flash` 3 to 60 % of dQ are error, as far as δ's goes, and with `exact` the cast leaks."""
+    """With `flash` the error of δ is 3 to 60 % of dQ; with `exact` the cast of dS still leaks."""
     after, cast = (
         errors(largest, n) for n in (numerics.CORRECTED_AFTER_CAST, EXACT.replace(ds="bfloat16"))
     )
@@ -85,13 +85,13 @@ def test_the_correction_after_the_cast_leaves_less_than_the_cast_alone(largest: 
     assert errors(largest, numerics.FLASH)[0] > 10 * after[0]
 
 
-@pytest.mark.parametrize("largest", LARGEST[:-1])  # then every row is one key
+@pytest.mark.parametrize("largest", LARGEST[:-1])  # with the largest, every row is one key
 def test_rows_of_rounded_ds_sum_to_zero_after_the_cast(largest: float) -> None:
-    """dQ along a feature that is 1 in every key is the sum of D − λ R, D and R as rounded."""
+    """dQ along a feature that is 1 in every key is the sum of D − λ R, with D and R rounded."""
     q, k, v, do = map(jnp.asarray, inputs(largest, ones=True))
     num = numerics.CORRECTED_AFTER_CAST.replace(grads="float32")
     size = np.abs(reference.backward(q, k, v, do).ds).sum(-1)[0, 0] * HEAD_SIZE**-0.5
-    size = np.maximum(size, 1e-3 * size.max())  # P of a row that is one key is below float32's ε
+    size = np.maximum(size, 1e-3 * size.max())  # in a row of one key, other P are below float32's ε
     dq = gradients(q, k, v, do, NO_DLSE, num=num)[0]
     assert (np.abs(np.asarray(dq[0, :, 0, 0])) <= 1e-6 * size).all()
     cast = gradients(q, k, v, do, NO_DLSE, num=EXACT.replace(ds="bfloat16", grads="float32"))[0]
@@ -104,9 +104,9 @@ def test_a_gradient_of_lse_is_not_projected_away(name: str) -> None:
     dlse = np.random.default_rng(0).standard_normal(NO_DLSE.shape).astype(np.float32)
     num = PRESETS[name].replace(grads="float32")
     found = gradients(*map(jnp.asarray, (q, k, v, np.zeros_like(do), dlse)), num=num)
-    p = reference.attention(q, k, v).p[0, 0] * dlse[0] * HEAD_SIZE**-0.5  # dS · scale
+    p = reference.attention(q, k, v).p[0, 0] * dlse[0] * HEAD_SIZE**-0.5  # this is dS · scale
     expected = (p @ k[0, :, 0], p.T @ q[0, :, 0])
-    for x, exact in zip(found, expected, strict=False):  # not dV
+    for x, exact in zip(found, expected, strict=False):  # without dV
         error = np.linalg.norm(np.asarray(x)[0, :, 0] - exact) / np.linalg.norm(exact)
         assert error < 4e-3
 
@@ -128,7 +128,7 @@ def test_of_the_error_of_delta_two_halves_of_o_take_what_a_float32_o_takes(large
 
 @pytest.mark.parametrize("largest", LARGEST[:-1])
 def test_without_the_mean_key_what_rows_of_ds_sum_to_hardly_matters(largest: float) -> None:
-    """Their directions remain, which are a tenth of the mean; dK is as it was."""
+    """The directions remain, a tenth of the mean in size. dK does not change."""
     kept, subtracted = (errors(largest, numerics.FLASH.replace(mean_key=x)) for x in CHOICES)
     assert subtracted[0] < 0.5 * kept[0]
     assert subtracted[1] == kept[1]

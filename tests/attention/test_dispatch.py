@@ -1,4 +1,4 @@
-"""Who computes a call: chosen when it is lowered, for the platform that it is lowered for."""
+"""Which implementation computes a call: chosen at lowering, for the platform of the lowering."""
 
 import dataclasses
 import types
@@ -66,7 +66,7 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
         return out.astype(jnp.float32).sum()
 
     q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(mesh_of(kind)):  # lowering asks what the GPU is
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):  # lowering asks for the kind of the GPU
         traced = jax.jit(jax.grad(loss)).trace(q)
         for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,4 +1,4 @@
-"""Bad calls of attention: the exception, and the value in its text."""
+"""Bad calls of attention raise an exception whose text names the bad value."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def attend(q: Any = None, k: Any = None, v: Any = None, *rest: Any, **options: Any) -> Any:
-    """A call that is right but for what the case changes: B = 2, T = 6, S = 5, N = 4, K = 2."""
+    """A call that is valid except for what a case changes: B = 2, T = 6, S = 5, N = 4, K = 2."""
     q = x(2, 6, 4, 8) if q is None else q
     k = x(2, 5, 2, 8) if k is None else k
     return dot_product_attention(
@@ -394,7 +394,7 @@ def test_presets_that_one_implementation_declines_go_to_the_other() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_a_query_with_exchanged_axes_is_noticed(kv_heads: int) -> None:
-    """Where lengths and heads of k tell; q of the right order says nothing."""
+    """If the lengths and heads of k reveal it; a q in the right order gives no warning."""
     q, k = x(2, 4, 8, 16), x(2, 8, kv_heads, 16)
     with pytest.warns(UserWarning, match=r"\(2, 4, 8, 16\) is read as 4 queries of 8 heads"):
         dot_product_attention(q, k, k)

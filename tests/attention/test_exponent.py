@@ -1,8 +1,8 @@
-"""How exponents are formed: seen where scores are large, against the emulation in NumPy.
+"""How exponents are formed, shown by large scores and compared with the NumPy emulation.
 
-At scores of 3e4 float32 numbers lie 2^-9 apart: that much of c m is lost in rounding, and the
-largest P̄ is 2 to that power. It is the same for a row, so that Ō / l has none of it but what
-rounding P̄ makes of it; P = exp(S − lse) has.
+At scores of 3e4, float32 numbers are 2^-9 apart. Rounding c m loses that much, and the largest P̄
+is 2 to that power. The factor is common to a row, so it cancels in Ō / l except for the rounding of
+P̄. It remains in P = exp(S − lse).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-# Products of q and k are exact, and so is S where the scale is a power of two.
+# Products of q and k are exact. S is too if the scale is a power of two.
 CASE = harness.Case(
     batch=1, rows=20, keys=20, is_causal=True, scale=0.0625, values="exact_large_scores"
 )
@@ -78,7 +78,7 @@ def test_either_exponent_is_there_in_the_gpu_kernels(name: str) -> None:
 def test_products_are_multiplied_once_where_the_scale_is_no_power_of_two(
     implementation: str,
 ) -> None:
-    """Not by the scale, and S by log2 e: c m of the two is rounded otherwise."""
+    """Multiplying by the scale first, and then S by log2 e, would round c m differently."""
     case = dataclasses.replace(CASE, scale=0.0883883)
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(case)
     num = NUMERICS["m_and_l, P̄ in bfloat16"].replace(exponent="scale_first")
@@ -88,7 +88,7 @@ def test_products_are_multiplied_once_where_the_scale_is_no_power_of_two(
 
 
 def test_a_product_that_is_rounded_by_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then c S − c m is 0 for the largest S, as if S − m were formed first."""
+    """The mutant has c S − c m = 0 for the largest S, as if S − m were formed first."""
 
     def twice(x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
         return lax.optimization_barrier(x * np.float32(factor)) + y
@@ -104,7 +104,7 @@ def test_a_product_that_is_rounded_by_itself_is_noticed(monkeypatch: pytest.Monk
 
 
 def asked(num: Numerics, **options: object) -> Request:
-    """A request in bfloat16 that a GPU or TPU may serve."""
+    """A bfloat16 request that a GPU or TPU may serve."""
     spec = Spec(numerics=num, row_max=StandardMax(), scale=0.125, is_causal=True)
     shape = (1, 256, 2, 64)
     request = Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=np.dtype("bfloat16"))

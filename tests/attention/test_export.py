@@ -1,4 +1,4 @@
-"""`jax.export` with lengths that are not known yet."""
+"""`jax.export` with symbolic lengths."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from lowprec_attn.attention import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
-N, K, H = 4, 2, 16  # which the kernels serve
+N, K, H = 4, 2, 16  # the kernels serve these
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def exported(dimensions: str, *, gradient: bool, **options: Any) -> tuple[Any, Any]:
-    """A call exported for shapes `dimensions`, and the call."""
+    """A call exported for the shapes `dimensions`, and the call itself."""
     b, t, s = export.symbolic_shape(dimensions)
     q, k = (
         jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32)
@@ -46,7 +46,7 @@ def exported(dimensions: str, *, gradient: bool, **options: Any) -> tuple[Any, A
     ("case", "gradient"), [*((case, True) for case in OPTIONS), ("full", False), ("steps", False)]
 )
 def test_symbolic_lengths(case: str, gradient: bool) -> None:
-    """Of less than a tile, and of several; of as many queries as keys or not."""
+    """Lengths below one tile and of several tiles, with as many queries as keys or not."""
     shapes: Any = {"b, t, s": ((1, 7, 11), (2, 290, 300))}
     if case == "causal":
         shapes["b, t, t"] = ((2, 290, 290),)
@@ -60,7 +60,7 @@ def test_symbolic_lengths(case: str, gradient: bool) -> None:
             ]
             results = zip(*map(jax.tree.leaves, (program.call(*arrays), run(*arrays))), strict=True)
             for x, expected in results:
-                # The tiles of a known length may be shorter, so sums of 300 terms differ in order.
+                # A known length may use shorter tiles, so sums of 300 terms differ in order.
                 np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""`attention_fn` inside Linen's and NNX's multi-head attention, against Flax's own default."""
+"""`attention_fn` in the multi-head attention of Linen and NNX, against Flax's own default."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ MASKS = {
         nn.make_causal_mask(np.ones((B, T))),
         nn.make_attention_mask(np.ones((B, T)), np.arange(T) < np.array([[4], [6]])),
     ),
-    # Key 0 is seen by all: a row without keys is 0 here, and a mean in Flax.
+    # All rows see key 0, because a row without keys is 0 here and a mean in Flax.
     "of heads": (np.random.default_rng(0).random((B, HEADS, T, T)) < 0.8) | (np.arange(T) == 0),
 }
 
@@ -49,7 +49,7 @@ def nnx_layer(fn: Any, **options: Any) -> nnx.MultiHeadAttention:
     )
 
 
-# Two float32 computations of sums of T and H terms, of entries of order 1.
+# Two float32 computations of sums of T and H terms, whose entries are of order 1.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -60,7 +60,7 @@ def test_linen_equals_the_flax_default(mask: str) -> None:
     expected = linen(None).apply(params, x, mask=MASKS[mask])
     out = linen(EXACT_FN).apply(params, x, mask=MASKS[mask])
     np.testing.assert_allclose(out, expected, **TOLERANCE)
-    if mask != "none":  # Linen drops keywords it does not find: the mask must have arrived
+    if mask != "none":  # Linen drops unknown keywords; this shows that the mask arrived
         assert np.abs(out - linen(EXACT_FN).apply(params, x)).max() > 1e-2
 
 
@@ -84,7 +84,7 @@ def test_nnx_is_causal_without_a_mask() -> None:
 
 @pytest.mark.parametrize("mask", ["causal and padding", "of heads"])
 def test_a_mask_narrows_causality(mask: str) -> None:
-    """In Linen and NNX, known when traced or not."""
+    """In Linen and NNX, with a mask that is known during tracing or traced."""
     x, params = inputs(), linen(None).init(jax.random.key(1), inputs())
     both = np.asarray(MASKS["causal"], bool) & np.asarray(MASKS[mask], bool)
     expected = linen(None).apply(params, x, mask=both)
@@ -99,7 +99,7 @@ def test_a_mask_narrows_causality(mask: str) -> None:
 FAST_FN, FAST_CAUSAL_FN = attention.attention_fn(), attention.attention_fn(is_causal=True)
 LENGTH = 128
 KNOWN = nn.make_causal_mask(np.ones((1, LENGTH)))
-# How a module is told that it is causal, and whether the kernels know it without a mask.
+# How a module learns that it is causal, and whether the kernels know it without a mask.
 CAUSAL_CALLS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "linen, attention_fn": (FAST_CAUSAL_FN, {}, True),
     "linen, a mask known here": (FAST_FN, {"mask": KNOWN}, True),
@@ -129,13 +129,13 @@ def test_causality_reaches_the_kernels(case: str) -> None:
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
         given = options
-        if "mask" in options and options["mask"] is None:  # formed inside `jit`, of traced values
+        if "mask" in options and options["mask"] is None:  # formed inside `jit` from traced values
             given = {**options, "mask": nn.make_causal_mask(x[..., 0])}
         return layer.apply(params, x, **given) if params else layer(x, **given)
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks for the kind of the GPU
         traced = jax.jit(apply).trace(params, x)
         texts = [traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "tpu")]
     for text in texts:
@@ -143,7 +143,7 @@ def test_causality_reaches_the_kernels(case: str) -> None:
         assert (f"1x1x{LENGTH}x{LENGTH}xi8" not in text) == by_position
 
 
-SHORT = 5  # a window, counted from the row
+SHORT = 5  # a window relative to the row
 DECODED: dict[str, dict[str, Any]] = {
     "is_causal": {"is_causal": True},
     "window": {"local_window_size": (SHORT, 1)},
@@ -153,7 +153,7 @@ LONGER = 12
 
 
 def whole_sequence(options: dict[str, Any]) -> np.ndarray:
-    """The mask of a layer that sees all positions at once; a cache has no later ones."""
+    """The mask of a layer that sees all positions at once; a cache holds no later positions."""
     rows, cols = np.arange(LONGER)[:, None], np.arange(LONGER)
     seen = cols <= rows
     return seen & (cols >= rows - SHORT) if "local_window_size" in options else seen
@@ -183,14 +183,15 @@ def test_nnx_decodes_step_by_step_as_the_whole_sequence(case: str, kv_heads: int
     expected = nnx_layer(None, num_kv_heads=kv_heads)(x, mask=mask)
     layer = nnx_layer(fn, num_kv_heads=kv_heads)
     layer.init_cache(x.shape)
-    # Flax ands a triangle of one row to the mask where the call is causal: that is not meant here.
+    # With a causal call, Flax would combine the mask with a triangle of one row, which is not meant
+    # here.
     for t in range(LONGER):
         out = layer(x[:, t : t + 1], decode=True)
         np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)
 
 
 def test_decoding_beside_a_mask_of_ones_own() -> None:
-    """Left padding: the first two keys are hidden from every step."""
+    """The mask is left padding: it hides the first two keys from every step."""
     fn = attention.attention_fn(numerics=numerics.EXACT, is_causal=True, local_window_size=SHORT)
     x = jax.random.normal(jax.random.key(4), (B, LONGER, FEATURES))
     shown = np.arange(LONGER) >= 2
@@ -200,7 +201,7 @@ def test_decoding_beside_a_mask_of_ones_own() -> None:
     layer.init_cache(x.shape)
     for t in range(LONGER):
         out = layer(x[:, t : t + 1], decode=True, mask=shown[None, None, None])
-        if t >= 2:  # before, a row sees no key: 0 here, a mean in Flax
+        if t >= 2:  # before, a row without keys is 0 here, a mean in Flax
             np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)
 
 

@@ -1,4 +1,4 @@
-"""Attention in 8 bits: every point with every kind of scale, beside NumPy; the two presets."""
+"""Attention in 8 bits: every point with every kind of scale, against NumPy; the two presets."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from pallas_kernels.tpu import attention as tpu
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
-# No length is a multiple of a block; tiles are of one or two blocks.
+# No length is a multiple of a block, and tiles are one or two blocks.
 CASE = harness.Case(batch=2, rows=70, keys=75, heads=4, kv_heads=2, head_size=40, is_causal=True)
 IMPLEMENTATIONS = {
     "dense": harness.IMPLEMENTATIONS["dense"],
@@ -57,13 +57,13 @@ FAST = [
 
 
 def with_scale(scale: str, delta: str, *without: str) -> Numerics:
-    """Every point that takes the scale with it, but for some that round nothing."""
+    """All points that accept the scale have it, except for `without`, which do not round."""
     points = {name: f"{fmt}/{scale}" for name, fmt in OF_SCALE[scale].items()}
     return EXACT.replace(**{k: x for k, x in points.items() if k not in without}, delta=delta)
 
 
 def arrays() -> harness.Arrays:
-    """Of sizes that differ by rows and features, so that every scale is another."""
+    """Arrays whose sizes vary over rows and features, so that all scales differ."""
     found = harness.inputs(CASE)
     rng = np.random.default_rng(1)
     for name in ("q", "k", "v", "do"):
@@ -79,7 +79,7 @@ def plain(chosen: Numerics, implementation: str) -> harness.Arrays:
 
 
 def check_points(result: harness.Arrays, implementation: str, scale: str, delta: str) -> None:
-    """Each point is there: of all others alone the result is another."""
+    """Checks that each point rounds: leaving one out gives another result."""
     on = plain(with_scale(scale, delta), implementation)
     for point in OF_SCALE[scale]:
         off = plain(with_scale(scale, delta, point), implementation)
@@ -112,12 +112,13 @@ def test_a_preset_is_told_from_bfloat16_and_from_one_of_its_points_put_back(
 
 
 def test_the_shift_of_the_maximum_by_eight_leaves_m_l_and_lse() -> None:
-    """Of q and k that e4m3 holds, FlashAttention-3 in 8 bits has the lse of 16 bits, bit for bit.
+    """If e4m3 holds q and k exactly, FlashAttention-3 in 8 bits has the lse of 16 bits.
 
-    And it keeps a P̄ of 2^-12: a thousand of them are a fifth of the row.
+    The two are equal bit for bit. It also keeps a P̄ of 2^-12; a thousand of them are a fifth of
+    the row.
     """
     q, k = (np.zeros((1, 1024, 1, 16)) for _ in range(2))
-    q[:, :, :, 0] = k[:, 3, :, 0] = 7  # scales are 448 / 7 = 64
+    q[:, :, :, 0] = k[:, 3, :, 0] = 7  # so the scales are 448 / 7 = 64
     q, k = (jnp.asarray(x[:, :rows], jnp.bfloat16) for x, rows in ((q, 4), (k, 1024)))
     v = jnp.ones((1, 1024, 1, 16), jnp.bfloat16)
 
@@ -130,7 +131,7 @@ def test_the_shift_of_the_maximum_by_eight_leaves_m_l_and_lse() -> None:
     out, lse = call(numerics.FLASH_ATTENTION_3_FP8)
     _, of_16_bits = call(numerics.FLASH_ATTENTION_3)
     np.testing.assert_array_equal(lse, of_16_bits)
-    # v = 1: O is the sum of P̄ as rounded over that of P̄, which rounding P̄ alone moves.
+    # With v = 1, O is the sum of the rounded P̄ over the sum of P̄, so only rounding P̄ moves it.
     lossy, _ = call(numerics.FLASH_ATTENTION_3_FP8.replace(probs=E4M3))
     assert np.abs(np.asarray(out) - 1).max() < 0.02
     assert np.abs(np.asarray(lossy) - 1).min() > 0.15
@@ -151,7 +152,7 @@ def test_the_amax_of_probabilities_is_one_whatever_a_tile_holds(point: Point) ->
 
 @pytest.mark.parametrize("scale", ["x448", "mx", "nvfp4"])
 def test_rows_of_what_is_matched_in_8_bits_sum_to_zero_in_one_step(scale: str) -> None:
-    """P̄ of both passes is the same code, in l too, so that Σ P dP = δ but for halves of O."""
+    """Both passes use the same code for P̄, also in l, so Σ P dP = δ up to the halves of O."""
     matched = numerics.MATCHED_FLOAT32_OUTPUT.replace(
         **{name: f"{fmt}/tensor" for name, fmt in ARRAYS.items()},
         probs=f"{E4M3}/{scale}",
@@ -187,14 +188,14 @@ def test_diagnostics_have_the_query_gradient_of_the_run(chosen: Numerics) -> Non
     dq = pullback(do.astype(out.dtype))[0]
     assert result.gradients is not None
     close = np.isclose(0.25 * result.gradients.dq.run, dq, atol=1e-4, rtol=1e-4)
-    assert close.mean() > 0.98  # a code of dS at a midpoint is rounded either way
+    assert close.mean() > 0.98  # a dS at a midpoint between codes may round either way
     np.testing.assert_allclose(result.outputs.output, out, atol=1e-2)
-    # What q and k lose is an error of S.
+    # What q and k lose by rounding is an error of S.
     assert result.gradients.dq.scores is not None
 
 
 def test_grads_reach_the_arrays_through_their_rounding() -> None:
-    """Straight through, and second derivatives are those of the same roundings."""
+    """Rounding passes gradients straight through; second derivatives use the same roundings."""
     chosen = numerics.TRANSFORMER_ENGINE_FP8.replace(kv_block=8)
     x = jax.random.normal(jax.random.key(4), (1, 24, 1, 16))
 
@@ -236,7 +237,7 @@ KERNELS = {gpu: harness.GPU_TILES, tpu: harness.TPU_TILES, hopper: harness.HOPPE
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_kernels_decline_by_name(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "is_available", lambda: True)  # of any JAX
+    monkeypatch.setattr(hopper, "is_available", lambda: True)  # with any version of JAX
     for point, text in (
         ("query", "bfloat16"),
         ("key", "float8_e4m3fn/head"),
@@ -269,7 +270,7 @@ def test_records_say_what_has_no_scale(fields: dict[str, str], says: str) -> Non
 
 
 def test_rules_of_the_maximum_know_the_range_of_a_scale() -> None:
-    """e4m3 alone has 4.1 below its normal numbers, times 256 it has 9.7; 448 leave none above."""
+    """e4m3 allows m to move by 4.1, times 256 by 9.7. Times 448 it has no room above 1."""
     q = jnp.zeros((1, 4, 1, 16), jnp.bfloat16)
 
     def call(probs: str, rule: numerics.RowMax) -> None:

@@ -1,4 +1,4 @@
-"""The fused multiply-add against exact fractions."""
+"""The fused multiply-add, compared with exact fractions."""
 
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ CANCELLING = np.arange(-20, 21)
 
 
 def samples(factor: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """x of all sizes; y near −x·factor, as that of a row's maximum is, and of all sizes."""
+    """x of all sizes; y of all sizes, or near −x·factor, as for the maximum of a row."""
     r = np.random.default_rng(0)
     x = (r.standard_normal(30000) * 10.0 ** r.uniform(-3, 7, 30000)).astype(np.float32)
     x[:3] = (0, -0.0, 2**24 - 1)
@@ -25,7 +25,7 @@ def samples(factor: np.float32) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(exact: Fraction) -> np.float32:
-    """The nearest float32, ties to even, of a fraction; by way of its two neighbours."""
+    """The float32 nearest to a fraction, ties to even, found among two neighbours."""
     near = np.float32(float(exact))
     sides = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
     return min(
@@ -44,7 +44,7 @@ def test_it_rounds_once(factor: float, compiled: str) -> None:
         options = UNOPTIMIZED if compiled == "quick" else None
         function = optimized(function) if options is None else jax.jit(function)
     found = np.asarray(function(jnp.asarray(x), jnp.asarray(y)))
-    # The product of two float32 is exact in float64, and so is most of the sum.
+    # The product of two float32 numbers is exact in float64, and most sums are too.
     in_float64 = x.astype(np.float64) * float(factor) + y
     np.testing.assert_allclose(found, in_float64, rtol=2.0**-24 * 1.001, atol=1e-38)
     for i in range(0, x.size, 15):

@@ -1,6 +1,6 @@
-"""Random calls of attention against float64, entry by entry.
+"""Random calls of attention, compared with float64 entry by entry.
 
-`pytest tests/attention/test_fuzz.py --fuzz-seconds=600` goes on with further programs.
+`pytest tests/attention/test_fuzz.py --fuzz-seconds=600` goes on with more programs.
 """
 
 import time
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:query of shape .* is read as:UserWarning",
 )
 
-# As many as 40 s on two cores compile and run; 1,500 combinations. In number 35 some rows see
-# nothing but what pads the keys.
+# As many programs as compile and run in 40 s on two cores: 1,500 combinations. In number 35 some
+# rows see only keys that are padding.
 IMPLEMENTATIONS = {**dict.fromkeys(range(36), "tiled"), **dict.fromkeys(range(1, 36, 3), "dense")}
 IMPLEMENTATIONS[26] = "gpu"
 DRAWS = 40
@@ -44,5 +44,5 @@ def test_further_programs(request: pytest.FixtureRequest) -> None:
         check(number, str(chosen.choice(["tiled", "dense", "gpu"], p=[0.6, 0.3, 0.1])))
         number += 1
         if number % 50 == 0:
-            jax.clear_caches()  # each program is its own
+            jax.clear_caches()  # no program occurs again
     print(f"programs up to {number}, {DRAWS} draws each")

@@ -1,4 +1,4 @@
-"""Defects planted in the arithmetic of attention: the fuzzer finds each."""
+"""The fuzzer finds each of the defects that are planted in the arithmetic of attention."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from test_fuzz import IMPLEMENTATIONS, pytestmark  # noqa: F401
 
 from lowprec_attn.arithmetic import backward, sinks, visibility
 
-DRAWS = 3  # of each program: a defect shows in the first one that has what it spoils
+DRAWS = 3  # per program: a defect shows in the first draw that uses what it breaks
 
 
 def changed(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes of a function one that changes arguments given by keyword."""
+    """Returns a decorator that changes keyword arguments of a function."""
 
     def plant(function: Any) -> Any:
         @functools.wraps(function)
@@ -31,11 +31,11 @@ def changed(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def of_result(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes of a function one whose result is changed."""
+    """Returns a decorator that changes the result of a function."""
     return lambda function: lambda *args, **given: change(function(*args, **given))
 
 
-# Where it is planted, and what the function becomes.
+# Where each defect is planted, and what replaces the function.
 DEFECTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the offset of the rows is ignored": (
         visibility,
@@ -77,7 +77,7 @@ DEFECTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 @pytest.fixture
 def traced_anew() -> Any:
-    """Programs hold what was planted when they were traced."""
+    """Clears caches, because a program contains the defect of the time when it was traced."""
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""NaN and infinities in what a row does not see reach no result of that row; what it sees, does."""
+"""NaN and infinities in what a row does not see never reach its results; what it sees does."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-# Grouped heads, several tiles, and rows and keys that are hidden from everything, in each way.
+# Grouped heads and several tiles, with each way to hide rows and keys from everything.
 BASE = harness.Case(rows=20, keys=22, heads=4, kv_heads=2)
 CASES = {
     "lengths": dataclasses.replace(BASE, query_lengths=(20, 7), key_lengths=(13, 22)),
@@ -33,12 +33,12 @@ CASES = {
     "window": dataclasses.replace(BASE, rows=30, window=(4, 1)),
     "offset": dataclasses.replace(BASE, is_causal=True, query_offset=(-3, 1)),
 }
-# Keys beyond the diagonal, of a key head, and rows.
+# A mask that hides keys beyond the diagonal, keys of one key head, and rows.
 MASKS = {"masks": dataclasses.replace(BASE, rows=16, is_causal=True, mask="random")}
 PLAIN = ("dense", "tiled_odd")
 
 
-# Every way from v, k, q, dO to a result.
+# Every path from v, k, q and dO to a result.
 CHOICES: dict[str, Numerics] = {
     "exact": numerics.EXACT,
     "flash": numerics.FLASH,
@@ -49,7 +49,7 @@ CHOICES: dict[str, Numerics] = {
 }
 
 
-# In exact arithmetic `test_attention.py` has every case of the table with garbage too.
+# In exact arithmetic, `test_attention.py` tries garbage in every case of the table.
 @pytest.mark.parametrize(
     ("case", "choice"),
     [("masks", "flash"), ("lengths", "dp_p"), ("lengths", "normalized")],
@@ -59,19 +59,19 @@ def test_what_nothing_sees_changes_no_result(implementation: str, case: str, cho
     how, problem = harness.IMPLEMENTATIONS[implementation], (CASES | MASKS)[case]
     arrays, chosen = harness.inputs(problem), CHOICES[choice]
     if case == "masks":
-        arrays["mask"][:, :2, :, 9] = False  # from all rows of key head 0
-        arrays["mask"][:, 0, :, 12] = False  # not from the other query head of that
+        arrays["mask"][:, :2, :, 9] = False  # hidden from all rows of key head 0
+        arrays["mask"][:, 0, :, 12] = False  # hidden from one of its query heads only
         arrays["mask"][:, 1, :, 3] = False
-        arrays["mask"][:, :, [5, 15]] = False  # all keys from these rows
+        arrays["mask"][:, :, [5, 15]] = False  # hides all keys from these rows
     expected = harness.run(how, problem, arrays, chosen)
     assert harness.check_hidden(how, problem, arrays, expected, chosen)
-    if implementation in harness.KERNELS:  # and no key that some row sees was taken for hidden
+    if implementation in harness.KERNELS:  # no visible key was taken for hidden either
         dense = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen)
-        for name, x in dense.items():  # in steps of other keys: some roundings of order 1 differ
+        for name, x in dense.items():  # with other steps, some roundings of order 1 differ
             np.testing.assert_allclose(expected[name], x, rtol=0, atol=0.05, err_msg=name)
 
 
-# In tiles every way to hide and every way to a result; `dense` masks the same S in one step.
+# In tiles: every way to hide and every path to a result. `dense` masks the same S in one step.
 WAYS = [
     *(("tiled_odd", case, "exact") for case in CASES),
     *(("tiled_odd", "causal", choice) for choice in CHOICES if choice != "exact"),
@@ -83,7 +83,7 @@ WAYS = [
 def changed_by(
     how: harness.Implementation, problem: harness.Case, chosen: Numerics, name: str, at: Any
 ) -> tuple[harness.Arrays, harness.Arrays]:
-    """Results with garbage of each kind at one place of an array, and without."""
+    """The results with each kind of garbage at one place of an array, and the results without."""
     arrays = harness.inputs(problem)
     spoiled = arrays | {name: arrays[name].copy()}
     spoiled[name][at] = np.resize(harness.GARBAGE, spoiled[name][at].shape)
@@ -94,11 +94,11 @@ def changed_by(
 def test_a_key_reaches_the_rows_that_see_it_and_no_other(
     implementation: str, case: str, choice: str
 ) -> None:
-    """NaN and infinities in v of one key, then in k: rows that see it are not finite."""
+    """Garbage in v of one key, then in its k; a row that sees the key must not be finite."""
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
     seen, key = harness.visible(problem, harness.inputs(problem)), 9
     group = problem.heads // problem.kv_heads
-    sees = seen[:, :group, :, key].swapaxes(1, 2)  # by rows and the query heads of key head 0
+    sees = seen[:, :group, :, key].swapaxes(1, 2)  # by row and query head of key head 0
     for name in ("v", "k"):
         result, expected = changed_by(how, problem, CHOICES[choice], name, np.s_[:, key, 0])
         others = ~sees
@@ -107,7 +107,7 @@ def test_a_key_reaches_the_rows_that_see_it_and_no_other(
             np.testing.assert_array_equal(x[others], y[others], err_msg=of_rows)
             assert not np.isfinite(x[sees]).all(-1).any(), of_rows
         np.testing.assert_array_equal(result["out"][:, :, group:], expected["out"][:, :, group:])
-        # Keys that no spoiled row sees have their gradients still.
+        # Keys that no affected row sees keep their gradients.
         met = (seen[:, :group] & sees.swapaxes(1, 2)[..., None]).any((1, 2))
         for of_keys in ("dk", "dv"):
             x, y = result[of_keys][:, :, 0], expected[of_keys][:, :, 0]
@@ -118,10 +118,10 @@ def test_a_key_reaches_the_rows_that_see_it_and_no_other(
 def test_a_row_reaches_the_keys_that_it_sees_and_no_other(
     implementation: str, case: str, choice: str
 ) -> None:
-    """NaN and infinities in dO of one row, then in its q."""
+    """Garbage in dO of one row, then in its q."""
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
     row, group = 6, problem.heads // problem.kv_heads
-    seen = harness.visible(problem, harness.inputs(problem))[:, 0, row]  # of query head 0
+    seen = harness.visible(problem, harness.inputs(problem))[:, 0, row]  # for query head 0
     for name in ("do", "q"):
         result, expected = changed_by(how, problem, CHOICES[choice], name, np.s_[:, row, 0])
         for of_keys in ("dk", "dv"):
@@ -138,7 +138,7 @@ def test_a_row_reaches_the_keys_that_it_sees_and_no_other(
 
 @pytest.mark.parametrize("implementation", PLAIN)
 def test_values_that_are_seen_arrive_as_they_are(implementation: str) -> None:
-    """An infinity in a feature of v is that infinity in O; two of other signs, and NaN, are NaN."""
+    """An infinity in a feature of v is the same in O. Two with opposite signs, or NaN, give NaN."""
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES["causal"]
     arrays = harness.inputs(problem)
     arrays["v"][:, 3, :, :5] = (np.inf, -np.inf, np.nan, np.inf, -np.inf)
@@ -239,7 +239,7 @@ def test_a_mean_of_keys_that_may_be_hidden_is_refused(implementation: str, hidin
 def test_with_shared_segments_nothing_is_hidden(
     is_causal: bool, window: tuple[int, int] | None
 ) -> None:
-    """So that no array is copied with zeros in what nothing sees."""
+    """No array is then copied to put zeros where nothing sees it."""
     x = jnp.zeros((2, 24, 2, 16))
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 5, (2, 24)), jnp.int32)
     shared: dict[str, Any] = {"is_causal": is_causal, "local_window_size": window}

@@ -1,7 +1,7 @@
-"""Rows whose every score is huge: Σ P is 1 where m and l are saved apart, whatever the scores.
+"""Rows of huge scores: if m and l are saved apart, Σ P is 1 whatever the scores.
 
-Left padding by an additive bias leaves the rows of the padding such scores. A lse of one float32
-number loses log l there: between 1e6 and 2e6 those numbers lie 1/16 to 1/8 apart.
+Left padding by an additive bias gives such scores to the rows of the padding. A single float32 lse
+loses log l there: between 1e6 and 2e6, float32 numbers are 1/16 to 1/8 apart.
 """
 
 import harness
@@ -17,10 +17,10 @@ pytestmark = [
 ]
 
 LEAST = float(np.finfo(np.float32).min)
-# MASKED, which stands for a score that is not there in the kernels, is among them.
+# MASKED, which the kernels use for a missing score, is one of these values.
 BIASES = (1e6, -1e6, -1e9, -1e30, LEAST / 2, -(2.0**127), LEAST)
 CASE = harness.Case(rows=13, keys=13, heads=2, kv_heads=1, is_causal=True, bias=(True, True, True))
-PADDED = 6  # keys on the left that no later row shall see; rows among them see nothing else
+PADDED = 6  # keys on the left, hidden from later rows; rows of the padding see nothing else
 
 
 def inputs(bias: float) -> harness.Arrays:
@@ -31,7 +31,7 @@ def inputs(bias: float) -> harness.Arrays:
 
 
 def exact_of(arrays: harness.Arrays) -> harness.Arrays:
-    """In float64, of the scores that float32 holds: q·k vanishes beside a bias of 1e9."""
+    """The float64 results for float32 scores; next to a bias of 1e9, q·k vanishes."""
     q, k = (arrays[name].astype(np.float64).swapaxes(1, 2) for name in ("q", "k"))
     products = q @ k.repeat(CASE.heads // CASE.kv_heads, 1).swapaxes(-1, -2) * CASE.head_size**-0.5
     s = (products + arrays["bias"]).astype(np.float32).astype(np.float64)
@@ -50,7 +50,7 @@ def test_padding_by_a_bias(implementation: str, bias: float) -> None:
     arrays = inputs(bias)
     result = harness.run(harness.IMPLEMENTATIONS[implementation], CASE, arrays, EXACT)
     check(result, exact_of(arrays))
-    if bias < -1e8:  # their scores are equal
+    if bias < -1e8:  # scores of these rows are equal
         v = arrays["v"][:, :PADDED].astype(np.float64)
         means = np.cumsum(v, axis=1) / np.arange(1, PADDED + 1)[:, None, None]
         assert np.abs(result["out"][:, :PADDED] - means.repeat(2, 2)).max() < 1e-6
@@ -58,13 +58,13 @@ def test_padding_by_a_bias(implementation: str, bias: float) -> None:
 
 @pytest.mark.parametrize("preset", ["standard", "jax_nn"])
 def test_unfused_attention_keeps_its_probabilities(preset: str) -> None:
-    """Their sum of a row is 1 in the backward pass: of equal dO, dV sums to dO of every row."""
+    """Each row of P sums to 1 in the backward pass: if dO is 1 everywhere, dV counts the rows."""
     arrays = inputs(-1e9)
     arrays["do"][...] = 1.0
     num = get_preset(preset)
     sums = harness.run(harness.IMPLEMENTATIONS["dense"], CASE, arrays, num)["dv"].sum(axis=1)
     rows = CASE.rows * CASE.heads // CASE.kv_heads
-    assert np.abs(sums - rows).max() <= 2.0**-8 * rows  # P is rounded to bfloat16
+    assert np.abs(sums - rows).max() <= 2.0**-8 * rows  # because P is rounded to bfloat16
 
 
 @pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
@@ -76,13 +76,14 @@ def test_lse_as_one_number_is_noticed(implementation: str) -> None:
 
 
 def errors_of_kernels(kernels: str, sign: str, num: Numerics) -> dict[str, float]:
-    """Relative to the largest entries; the kernels take no bias, so q and k make the scores."""
+    """Errors relative to the largest entries. Kernels take no bias, so q and k make the scores."""
     case = harness.Case(
         batch=1, rows=20, keys=140, heads=2, kv_heads=1, scale=1.0, values=f"huge_{sign}_scores"
     )
     exact = harness.oracle(case, harness.inputs(case))
     result = run(case, kernel_call(kernels, case, num))
-    # The first feature of q and k is 2^11, and of dS it multiplies what rounding leaves of a sum.
+    # Feature 0 of q and k is 2^11. It multiplies the rounding error of a sum over dS, so it is left
+    # out.
     return {
         name: harness.error(result[name][..., 1:], exact[name][..., 1:])
         / harness.largest(exact[name][..., 1:])

@@ -1,7 +1,7 @@
-"""`matched`: P̄ is one number in l, P̄V and dS, so that rows of P sum to 1 and of dS to 0.
+"""`matched`: l, P̄V and dS use the same P̄, so that rows of P sum to 1 and rows of dS to 0.
 
-The gradient of a bias that every entry has its own of is dS before its cast; with dO = 0 and
-dlse = 1 it is P. Without a bias the row sums are seen in dQ, along a feature that is 1 in all keys.
+If every entry has its own bias, the gradient of the bias is dS before its cast. With dO = 0 and
+dlse = 1 it is P. Without a bias, dQ along a feature that is 1 in all keys shows the row sums.
 """
 
 import dataclasses
@@ -25,14 +25,15 @@ from lowprec_attn.numerics import FLASH, MATCHED, MATCHED_FLOAT32_OUTPUT, Numeri
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 SCORES = (1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
-# What rows may sum to: of Σ |P dP|, float32 and the lower half of O leave so much.
+# The allowed row sums of dS, relative to Σ |P dP|: the remainder of float32 and of O saved in
+# halves.
 BOUNDS = {"matched_float32_output": 1e-6, "matched": 1e-5}
 LOG2E = float(np.log2(np.e))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows and keys, in steps and tiles that divide neither; what a row sees."""
+    """Rows and keys, with steps and tiles that divide neither, and a mask."""
 
     rows: int = 70
     keys: int = 70
@@ -40,7 +41,7 @@ class Case:
     kv_heads: int = 2
     is_causal: bool = False
     window: tuple[int, int] | None = None
-    padding: int = 0  # keys on the left whose bias is −1e6
+    padding: int = 0  # keys on the left with a bias of −1e6
     row_max: str = "standard"
     steps: tuple[int, int, int] = (16, 24, 20)  # rows, keys forward, keys backward
 
@@ -60,7 +61,7 @@ CASES = {
 
 
 def inputs(case: Case, largest: float) -> list[np.ndarray]:
-    """q k v do in bfloat16, and a bias: keys in a few directions, the first feature 1 in all."""
+    """q k v do in bfloat16 and a bias; keys lie in a few directions, and their feature 0 is 1."""
     r = np.random.default_rng(0)
     size = 32
     directions = r.standard_normal((6, size))
@@ -80,7 +81,7 @@ def inputs(case: Case, largest: float) -> list[np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames=("num", "case"))
 def gradients(arrays: Any, dlse: Any, *, num: Numerics, case: Case) -> Any:
-    """dQ and dS."""
+    """dQ, and dS as the gradient of the bias."""
     q, k, v, do, bias = arrays
     query, forward, backward = case.steps
 
@@ -103,7 +104,7 @@ def gradients(arrays: Any, dlse: Any, *, num: Numerics, case: Case) -> Any:
 
 
 def rows_of(case: Case, largest: float, num: Numerics) -> dict[str, np.ndarray]:
-    """Of rows that see a key, [rows]: Σ P − 1, Σ dS, Σ bfloat16(dS), Σ |P dP|, Σ P Σ |dO v|."""
+    """For rows that see a key, [rows]: Σ P − 1, Σ dS, Σ bfloat16(dS), Σ |P dP|, Σ P Σ |dO v|."""
     arrays = inputs(case, largest)
     q, k, v, do, bias = arrays
     dlse = np.zeros(q.shape[:3], np.float32)
@@ -138,7 +139,7 @@ def rms(x: np.ndarray) -> float:
     ],
 )
 def test_rows_of_p_sum_to_one_and_of_ds_to_zero(case: str, name: str) -> None:
-    """In one row of its own |Σ P dP| may be small beside its terms, of which dP is a sum."""
+    """A single row's |Σ P dP| may be small compared to its terms, since dP is itself a sum."""
     for largest in SCORES:
         rows = rows_of(CASES[case], largest, numerics.PRESETS[name])
         assert len(rows["p"]) > 60
@@ -148,7 +149,7 @@ def test_rows_of_p_sum_to_one_and_of_ds_to_zero(case: str, name: str) -> None:
 
 
 def test_the_cast_of_ds_leaks_as_before() -> None:
-    """Rows sum to zero before it: what it rounds is 2^-9 of each entry, as in `flash`."""
+    """Rows sum to zero before the cast, which rounds each entry by 2^-9, as in `flash`."""
     for largest in (1.0, 10.0, 100.0):
         matched, flash = (
             rows_of(CASES["causal"], largest, n) for n in (MATCHED_FLOAT32_OUTPUT, FLASH)
@@ -167,7 +168,7 @@ PARTS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_without_one_of_its_parts_they_do_not(part: str) -> None:
-    """Where the steps of the passes differ; each part matters at some size of scores."""
+    """The passes have different steps here. Each part matters at some size of scores."""
     changed = MATCHED_FLOAT32_OUTPUT.replace(**PARTS[part])
     rows = [rows_of(CASES["small steps"], largest, changed) for largest in (10.0, 100.0)]
     assert max(rms(x["ds"]) / rms(x["p_dp"]) for x in rows) > 1e-5
@@ -180,7 +181,7 @@ def test_in_one_step_the_maximum_may_be_any() -> None:
 
 
 def products_of(largest: float) -> np.ndarray:
-    """q·k of rows, float32 [512, 256], and numbers that float32 rounds to them."""
+    """q·k of rows, float32 [512, 256]; a third of each row lies within 40 of its maximum."""
     r = np.random.default_rng(0)
     x = largest * r.uniform(-1, 1, (512, 256)).astype(np.float32)
     x[:, ::3] = x.max(-1, keepdims=True) - r.uniform(0, 40, x[:, ::3].shape)
@@ -193,12 +194,12 @@ def power(s: jax.Array, m: jax.Array, *, factor: float) -> jax.Array:
 
 
 def differing(largest: float, factor: float) -> tuple[float, float]:
-    """What another M does to P̄ above 2^-32: a share that differs; and below: a relative error."""
+    """The effect of another M on P̄: the differing share above 2^-32, the relative error below."""
     s = products_of(largest)
     m = np.asarray(powers.whole_max(jnp.asarray(s.max(-1, keepdims=True)), factor))
     final = np.asarray(power(s, m, factor=factor))
     share, error = 0.0, 0.0
-    for steps in (1, 2, 5, 20, 31):  # by so much a later step raised M
+    for steps in (1, 2, 5, 20, 31):  # a later step raised M by this much
         earlier = m - np.float32(steps)
         p = np.asarray(power(s, earlier, factor=factor)) * np.exp2(np.float32(-steps))
         visited = (s * np.float64(factor) <= earlier) & (final > 2.0**-100)
@@ -211,7 +212,7 @@ def differing(largest: float, factor: float) -> tuple[float, float]:
 @pytest.mark.parametrize("factor", [LOG2E, 0.125 * LOG2E, 0.0883883 * LOG2E])
 @pytest.mark.parametrize("largest", [1.0, 30.0, 1e3, 1e5, 1e7])
 def test_another_maximum_gives_the_same_significand(largest: float, factor: float) -> None:
-    """Bit by bit. Rounded to bfloat16, each P̄ below 2^-32 moves Σ P by at most 2^-32 · 2^-8."""
+    """To the bit. In bfloat16, a P̄ below 2^-32 moves Σ P by at most 2^-32 · 2^-8."""
     share, error = differing(largest, factor)
     assert share == 0
     assert error < 2.0**-17
@@ -266,8 +267,8 @@ HARNESS_CASES = (
 )
 
 
-# `dense` has the bits of `tiled` in one step (test_attention.py). The two presets differ in what
-# is saved of O, which no case but its rows without keys reaches.
+# `dense` has the bits of `tiled` in one step (test_attention.py). The two presets save O
+# differently, which affects only the case with rows without keys.
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -284,7 +285,7 @@ def test_it_is_as_accurate_as_the_emulation(case: str, name: str) -> None:
 
 
 def test_dv_of_either_operand_is_as_accurate() -> None:
-    """P̄ / l rounded again, or dO / l: two roundings of bfloat16 in either case."""
+    """P̄ / l rounded again, or dO / l: either way two roundings to bfloat16."""
     problem = dataclasses.replace(harness.CASES["bfloat16"], rows=90, keys=90)
     arrays, how = harness.inputs(problem), harness.IMPLEMENTATIONS["tiled"]
     exact = harness.oracle(problem, arrays)["dv"]

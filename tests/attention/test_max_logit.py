@@ -1,6 +1,6 @@
-"""The largest score of a head as attention returns it: `return_max_logit`.
+"""The largest score of each head, which attention returns with `return_max_logit`.
 
-What it is on every case is in `test_attention.py`, beside the results of the same program.
+`test_attention.py` checks its value on every case, along with the other results of the program.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import Numerics, RowMax
 
 STANDARD = numerics.StandardMax()
-# Arithmetics whose m is something else than the largest score, each by a way of its own.
+# Arithmetics whose m is not the largest score, each for a reason of its own.
 OTHER_MAXIMA: dict[str, tuple[Numerics, RowMax]] = {
     "dynamic_max": (numerics.EXACT, numerics.DynamicMax()),
     "published_max": (numerics.EXACT, numerics.PublishedMax()),
@@ -32,8 +32,9 @@ OTHER_MAXIMA: dict[str, tuple[Numerics, RowMax]] = {
 }
 
 
-# `tiled` in steps that cut every length has all of them; `dense` is its code in one step. A kernel
-# keeps the largest score as m where it is m, and beside it otherwise: there whatever m is.
+# `tiled`, in steps that cut every length, has all of them; `dense` runs its code in one step. A
+# kernel keeps the largest score as m if the two are the same, and otherwise next to m, whatever m
+# is.
 OTHER_MAXIMA_OF = [
     *(("tiled_odd", choice) for choice in OTHER_MAXIMA),
     ("dense", "lazy_max"),
@@ -55,7 +56,7 @@ def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) 
     if choice == "rounded scores":
         within += 2**-8 * np.abs(expected[np.isfinite(expected)]).max()
     check(found, expected, within)
-    # What it is returned beside does not change, to the bit.
+    # The other results keep their bits.
     for result, without in zip(results, calls(how, problem, arrays, chosen, row_max), strict=True):
         np.testing.assert_array_equal(result, without)
 
@@ -109,7 +110,7 @@ def test_it_has_no_gradient_and_leaves_the_others_alone(implementation: str) -> 
         out, max_logit = attend(implementation, *qkv)
         return jnp.sum(out * ARRAYS["do"]) + weight * jnp.sum(max_logit)
 
-    # Without remat, within it, and in a scan: a step of training has all three.
+    # Without remat, inside it, and in a scan, as in a training step.
     def of_steps(weight: float, *qkv: jax.Array) -> jax.Array:
         step = jax.checkpoint(functools.partial(loss, weight))
         return lax.scan(lambda sum_, _: (sum_ + step(*qkv), None), 0.0, length=2)[0]
@@ -126,7 +127,7 @@ def test_an_element_of_a_batch_has_its_own(implementation: str) -> None:
     one = functools.partial(attend, implementation)
     _, found = jax.jit(one)(*QKV)
     assert len(np.unique(found)) == found.size
-    # Without a batch axis a call has [N].
+    # Without a batch axis, a call returns [N].
     _, by_vmap = jax.jit(jax.vmap(one))(*QKV)
     np.testing.assert_allclose(by_vmap, found, rtol=4 * plain.EPS32)
 

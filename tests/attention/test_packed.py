@@ -1,4 +1,4 @@
-"""q, k and v in one array [B, T, 3, N, H]: the same bits as apart, with every implementation."""
+"""q, k and v in one array [B, T, 3, N, H] give the same bits as three, in every implementation."""
 
 import functools
 from collections.abc import Callable
@@ -91,13 +91,13 @@ def test_the_batch_axis_may_be_left_out_or_mapped() -> None:
     np.testing.assert_array_equal(jax.vmap(of_one)(packed), of_one(packed))
 
 
-# The forms of O and δ that reach the backward kernels; a device runs every preset.
+# The forms of O and δ that reach the backward kernels; on a device every preset runs.
 CHOSEN = ("flash", "exact", "auxiliary_output", "delta_dp_p")
 
 
 @pytest.mark.parametrize("preset", CHOSEN)
 def test_the_gpu_kernels_read_and_write_it_in_place(preset: str) -> None:
-    """Off the tiles, with a head size between powers of two and lengths."""
+    """With lengths, shapes off the tiles, and a head size between powers of two."""
     apart, packed = (
         run(LENGTHS, call_of(LENGTHS, PRESETS[preset], sizes=harness.GPU_TALL, packed=packed))
         for packed in (False, True)

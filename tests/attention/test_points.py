@@ -1,4 +1,4 @@
-"""For every point of every implementation: the rounding is there, and a mutant without it fails.
+"""Each point of each implementation rounds, and a mutant without the rounding fails.
 
 `closer` compares a result with two independent NumPy computations, the point on and off.
 """
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("dense", "tiled_odd")
 
 
 def serves(implementation: str, what: str) -> bool:
-    """Whether the point does anything there: one step never rescales, tiles never normalise."""
+    """Whether the choice has an effect: one step never rescales, and tiles never normalise."""
     return (implementation, what) not in {
         ("dense", "rescale"),
         ("tiled_odd", "normalize_probs=True"),
@@ -93,7 +93,7 @@ def check_choice(implementation: str, choice: str) -> None:
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """Runs every operation by itself, so that a patched function is not hidden by a trace cache."""
+    """Disables `jit`, so that no cached trace hides a patched function."""
     with jax.disable_jit():
         yield
 
@@ -129,13 +129,13 @@ def test_mutant_that_skips_a_rounding_is_noticed(
 
     monkeypatch.setattr(Rounder, "__call__", skipping)
     mutant = eager_result(implementation, chosen)
-    assert closer(mutant, off, on) == ROUNDINGS[point]  # it lies where the point is off
+    assert closer(mutant, off, on) == ROUNDINGS[point]  # as if the point were off
     with pytest.raises(AssertionError, match="between on and off"):
         closer(mutant, on, off)
 
 
 @pytest.mark.usefixtures("eager")
-# Points of both passes, an operand of a product, an output; all round in the same line.
+# Points of both passes, an operand of a product, and an output; one line rounds all of them.
 @pytest.mark.parametrize("mode", ["stochastic", "error_positive"])
 @pytest.mark.parametrize(
     "point", slow_among(POINTS, set(POINTS) - {"scores", "probs", "lse", "output", "dp"})
@@ -153,7 +153,7 @@ def test_other_modes_perturb_as_much_as_rounding_but_otherwise(point: str, mode:
                 (result[name], on[name]),
             )
         )
-        # Stochastic rounding errs by √2 times as much in RMS; a fixed sign adds up in sums of
-        # twenty terms, where signs that vary partly cancel.
+        # The RMS error of stochastic rounding is √2 times as large. Errors of one sign add up in
+        # sums of twenty terms, where varying signs partly cancel.
         assert 0.3 * gap < moved < 20**0.5 * 2 * gap, name
         assert apart > 0.3 * gap, name

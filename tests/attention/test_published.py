@@ -1,8 +1,8 @@
 """`published` and `published_eager` against the public code of arXiv 2510.04212.
 
-Three things stand beside each other: what the code computed on a GPU, a reading of its source in
-NumPy (`test_public_code` compares these two), and the library. docs/who_rounds_what.md says
-what follows. When elements differ: `public_code.record`.
+Three results are compared: what the code computed on a GPU, a NumPy reading of its source
+(`test_public_code` compares these two), and the library. docs/who_rounds_what.md draws the
+conclusions. `public_code.record` defines when elements differ.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from lowprec_attn.arithmetic.points import Rounder
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
-# By how many units an element may differ. Every rounding may add one: of P̄V, α Ō, α Ō + P̄V and O
-# in eager mode, where 2 of the 655,360 elements of O at full length differ by more than one.
+# The most units by which an element may differ. Every rounding may add one. In eager mode these are
+# P̄V, α Ō, α Ō + P̄V and O, and at full length 2 of the 655,360 elements of O differ by more than
+# one.
 MOST = {"published": 1, "published_eager": 4}
 
 
@@ -39,10 +40,10 @@ def check_same(result: dict[str, np.ndarray], want: Result, most: float) -> None
         assert found.most <= most, (name, found.most)
 
 
-# Scores of four sizes, with and without many ties; those with an offset have one sign.
+# Scores of four sizes, with and without many ties. Scores with an offset have one sign.
 LENGTH = 256
 STEPS = {"tiled": 128, "dense": 256}
-# With the standard maximum the next test has both, at full length.
+# The next test runs both presets with the standard maximum, at full length.
 CASES: list[tuple[str, str, Rule]] = [
     ("tiled", "published", "published"),
     ("tiled", "published", "bounded"),
@@ -69,7 +70,7 @@ def test_the_library_computes_the_reading_at_full_length(preset: str, way: str) 
     result = library(Call("tiled", PRESETS[preset][0], RULES["standard"]), inputs)
     run = Run(1024, way, "standard")
     check_same(result, reading(run), MOST[preset])
-    # And so what was recorded, in the rows for which the preset claims it.
+    # The record agrees too, in the rows for which the preset claims it.
     rows = run.kept_rows[run.kept_rows >= grid_inputs.STEP]
     for name, x in result.items():
         on_gpu = run.recorded(name)[:, run.kept_rows >= grid_inputs.STEP]
@@ -78,7 +79,7 @@ def test_the_library_computes_the_reading_at_full_length(preset: str, way: str) 
 
 
 def test_the_first_rows_are_those_of_the_record_too() -> None:
-    """With the standard maximum; `published` misses a sixth of their O and two fifths of dQ."""
+    """For the standard maximum; `published` differs in a sixth of their O and two fifths of dQ."""
     arrays = grid_inputs.inputs(1024)
     inputs = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
     run = Run(1024, "compiled", "standard")
@@ -96,7 +97,7 @@ def test_the_first_rows_are_those_of_the_record_too() -> None:
             assert shares[name] > 0.1 if misses else shares[name] <= SHARE, shares
 
 
-# What each point does to the reading's distance: a preset without it is told apart.
+# The effect of each point on the distance from the reading: a preset without it is told apart.
 
 MUTANT_LENGTH, MUTANT_STEP = 128, 64
 MUTANT_HEADS = (Head(3, False), Head(30, False), Head(30, True), Head(150, True))
@@ -106,12 +107,12 @@ def points_of(preset: str) -> list[str]:
     """The points at which a preset rounds bfloat16 arrays; `grads` follows from the format of q."""
     chosen = PRESETS[preset][0].replace(grads="bfloat16")
     points = [point for point in numerics.POINTS if not getattr(chosen, point).is_identity]
-    # Where l is rounded after every step, rounding it at the end changes nothing.
+    # If l is rounded after every step, rounding it at the end changes nothing.
     return [point for point in points if (preset, point) != ("published_eager", "normalizer")]
 
 
 def float32_call(preset: str, **changes: Any) -> Call:
-    """For float32 arrays, where no storage format rounds in place of a point."""
+    """A call for float32 arrays, in which storing rounds nothing in place of a point."""
     chosen = PRESETS[preset][0].replace(
         kv_block=MUTANT_STEP, grads="bfloat16", output="bfloat16", **changes
     )
@@ -130,7 +131,7 @@ def mutant_reading(preset: str) -> Result:
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """Runs every operation by itself, so that a patched function is not hidden by a trace cache."""
+    """Disables `jit`, so that no cached trace hides a patched function."""
     with jax.disable_jit():
         yield
 
@@ -192,7 +193,7 @@ def test_each_preset_is_told_from_the_other(preset: str) -> None:
     assert largest_share(library(float32_call(other), mutant_inputs(), "quick"), preset) > 0.05
 
 
-# Where the presets and the code part.
+# Where the presets differ from the code.
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_each_preset_is_told_from_the_other(preset: str) -> None:
 def test_scores_that_another_scale_would_round_otherwise(
     head_size: int, eager: float, compiled: float
 ) -> None:
-    """The library rounds q kᵀ · scale, the code q kᵀ and, in eager mode alone, its multiple too."""
+    """The library rounds q kᵀ · scale. The code rounds q kᵀ, and in eager mode the multiple too."""
     rng = np.random.default_rng(0)
     q, k = (bf16(rng.standard_normal((512, head_size)).astype(np.float32)) for _ in range(2))
     products, scale = q @ k.T, np.float32(head_size**-0.5)
@@ -211,7 +212,7 @@ def test_scores_that_another_scale_would_round_otherwise(
 
 
 def test_where_the_threshold_of_ties_is_rounded() -> None:
-    """Between 1/4 and 1/2 the eager code also counts the next bfloat16 number below the maximum."""
+    """From 1/4 to 1/2, the eager code also counts the bfloat16 number just below the maximum."""
     m = np.float32(0.375)
     s = np.array([m, m - 2.0**-9], np.float32)
     assert m - s[1] > 1e-3

@@ -1,4 +1,4 @@
-"""`query_offset`: a sequence in pieces beside a cache of its keys equals the whole sequence."""
+"""`query_offset`: a sequence in pieces, with a cache of its keys, equals the whole sequence."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ MASKING = {
     "causal window": reference.Masking(is_causal=True, window=(3, 3)),
     "wide window": reference.Masking(is_causal=True),
 }
-# float32 sums of LENGTH and H terms, of entries of order 1.
+# The tolerance of float32 sums of LENGTH and H terms, whose entries are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
 
@@ -49,7 +49,7 @@ def attend(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", HOW)
 def test_pieces_beside_a_cache_equal_the_whole(implementation: str, kind: str) -> None:
-    """Pieces of any length, the last ones single steps; keys that are not written are NaN."""
+    """Pieces of any length, the last ones single steps. Unwritten keys of the cache are NaN."""
     q, k, v = arrays()
     whole = reference.attention(q, k, v, masking=MASKING[kind]).o
     options = HOW[implementation] | KINDS[kind]
@@ -74,7 +74,7 @@ def test_end_aligns_the_last_query_with_the_last_key(implementation: str) -> Non
     whole = reference.attention(q, k, v, masking=MASKING["causal"]).o
     out = attend(q[:, -7:], k, v, query_offset="end", **options)
     np.testing.assert_allclose(out, whole[:, -7:], **TOLERANCE)
-    # Caches that are filled to 20 and 11, and queries that are filled to 7 and 2.
+    # The caches are filled to 20 and 11, the queries to 7 and 2.
     filled, queries = np.array([20, 11]), np.array([7, 2])
     starts = filled - queries
     rows = np.stack([q[b, start : start + 7] for b, start in enumerate(starts)])

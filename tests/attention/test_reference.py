@@ -24,7 +24,7 @@ CASES = {
 def formula(
     case: harness.Case, seen: np.ndarray, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """softmax(q kᵀ · scale + bias) v and lse, as one writes them down."""
+    """softmax(q kᵀ · scale + bias) v and lse, written as the plain formula."""
     group = case.heads // case.kv_heads
     k, v = (jnp.repeat(arrays[name], group, axis=2) for name in ("k", "v"))
     scale = case.scale or case.head_size**-0.5
@@ -61,7 +61,7 @@ def test_forward_and_backward_agree_with_autodiff_in_float64(name: str) -> None:
     ours = harness.oracle(case, arrays)
     assert ours.keys() == expected.keys()
     for n, x in expected.items():
-        # Sums of tens of terms in float64, on scores of up to a few hundred.
+        # Float64 sums of tens of terms, on scores up to a few hundred.
         bound = 1e-12 * max(1.0, harness.largest(x))
         assert harness.error(ours[n], x) < bound, n
 
@@ -81,7 +81,7 @@ def test_forward_agrees_with_jax_nn(name: str) -> None:
         query_seq_lengths=None if lengths is None else jnp.full(2, case.rows, jnp.int32),
     )
     ours = harness.oracle(case, arrays)["out"]
-    # Float32: an error of H ulps in scores s up to max |s| moves P by as much, relatively.
+    # An error of H ulps in float32 scores up to max |s| changes P by that relative amount.
     s = np.abs(reference.attention(arrays["q"], arrays["k"], arrays["v"], scale=case.scale).s).max()
     bound = 2 * case.head_size * plain.EPS32 * max(1.0, s) * harness.largest(ours)
     assert harness.error(np.asarray(theirs), ours) < bound
@@ -103,4 +103,4 @@ def test_delta_is_the_same_from_output_and_from_probabilities() -> None:
     bwd = reference.backward(a["q"], a["k"], a["v"], a["do"])
     from_output = np.sum(a["do"].astype(np.float64) * fwd.o, axis=-1)
     np.testing.assert_allclose(bwd.delta, from_output, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(bwd.ds.sum(-1), 0.0, atol=1e-13)  # softmax feels no common shift
+    np.testing.assert_allclose(bwd.ds.sum(-1), 0.0, atol=1e-13)  # softmax ignores a common shift

@@ -1,7 +1,7 @@
-"""Row sums of the backward pass: of P = exp(S − lse), 1 in exact arithmetic, and of dS, 0.
+"""Row sums of the backward pass: of P = exp(S − lse), exactly 1, and of dS, exactly 0.
 
-The gradient of a bias that every entry has its own of is dS before rounding, P ∘ (dP − δ + dlse).
-With dO = 0 and dlse = 1 it is P itself.
+If every entry has its own bias, the gradient of the bias is dS before rounding, P ∘ (dP − δ +
+dlse). With dO = 0 and dlse = 1 it is P itself.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 SCORES = (0.0, 8.0, 30.0, 130.0, 300.0, 520.0, 1030.0, 2100.0)
 KEYS, STEP, TIED = 64, 16, 8
-EPS, LOW_EPS = 2.0**-24, 2.0**-8  # the largest relative error of float32, of bfloat16
+EPS, LOW_EPS = 2.0**-24, 2.0**-8  # the largest relative rounding errors of float32 and bfloat16
 
 
 @functools.partial(optimized, static_argnames=("implementation", "num", "row_max"))
 def probabilities(
     scores: jax.Array, *, implementation: str, num: Numerics, row_max: RowMax
 ) -> tuple[jax.Array, jax.Array]:
-    """P of the backward pass [T, S], and lse [T], of rows with these scores."""
+    """P of the backward pass [T, S], and lse [T], for rows with these scores."""
     rows, keys = scores.shape
     q, k = (jnp.zeros((1, n, 1, 16), jnp.bfloat16) for n in (rows, keys))
 
@@ -59,7 +59,7 @@ def row_sums(scores: np.ndarray, **options: Any) -> np.ndarray:
 
 
 def rows_of_scores() -> np.ndarray:
-    """Rows with each of ± SCORES for their largest score: of one key, and of 8, two a step."""
+    """Rows with largest scores of ± SCORES, each reached by one key or by 8, two per step."""
     r = np.random.default_rng(0)
     largest = np.array([sign * size for size in SCORES for sign in (1, -1)] * 2)[:, None]
     scores = largest - r.uniform(0.5, 30, (len(largest), KEYS))
@@ -69,14 +69,14 @@ def rows_of_scores() -> np.ndarray:
 
 
 def bound(scores: np.ndarray, num: Numerics, row_max: RowMax) -> np.ndarray:
-    """What |Σ P − 1| may be: P = exp(S − lse) and exp(lse) = Σ exp(S) but for
+    """The allowed |Σ P − 1|, since P = exp(S − lse) and exp(lse) = Σ exp(S) up to these errors.
 
-    lse in float32    2^-24 of |lse|, and of S − lse as much; some more for log, exp and the sums
-    `normalizer`      l by 2^-8 of itself
-    `stats`           l by 2^-8 in every step (m is subtracted as it was rounded)
-    `shift`           the exponents x = m − S of P̄, summed over the steps between the maxima, by
-                      2^-8 x; weighted with P, x is on average at most log(keys) plus how far a
-                      rule puts m above the largest score
+    lse in float32    2^-24 of |lse|, and as much of S − lse; some more for log, exp and sums
+    `normalizer`      2^-8 of l
+    `stats`           2^-8 of l in every step (m is subtracted as it was rounded)
+    `shift`           2^-8 x, where x = m − S is the exponent of P̄, summed over the steps
+                      between the maxima; weighted with P, x is on average at most log(keys)
+                      plus how far a rule puts m above the largest score
     """
     largest = np.abs(scores).max(-1)
     exponent = 4 * EPS * (largest + KEYS)
@@ -92,7 +92,7 @@ def bound(scores: np.ndarray, num: Numerics, row_max: RowMax) -> np.ndarray:
 
 
 def with_steps(name: str) -> tuple[str, Numerics]:
-    """An implementation and the preset, in steps of 16 keys where rows may be split."""
+    """An implementation and the preset; `tiled` takes steps of 16 keys where rows may be split."""
     num = PRESETS[name]
     if num.normalize_probs:
         return "dense", num.replace(kv_block="all")
@@ -102,16 +102,16 @@ def with_steps(name: str) -> tuple[str, Numerics]:
 NEAREST = [name for name, num in PRESETS.items() if not num.needs_bits]
 
 
-# Their S, m, l and lse are those of `flash`.
+# These presets have the S, m, l and lse of `flash`.
 PROBABILITIES_OF_FLASH = (
     *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
     *("corrected_after_cast", "halves_output"),
 )
-# Every way to form P and lse stands in one of these.
+# Presets in which every way to form P and lse occurs.
 WITH_EVERY_WAY = presets_with_every_choice([n for n in NEAREST if n not in PROBABILITIES_OF_FLASH])
 
 
-# A rule moves m, which counts where it is rounded, or S − m.
+# A rule moves m, which matters where m or S − m is rounded.
 RULES = [*((preset, StandardMax()) for preset in dict.fromkeys((*WITH_EVERY_WAY, "flash")))]
 RULES += [(preset, DynamicMax()) for preset in ("flash", "published_eager", "matched")]
 
@@ -121,7 +121,7 @@ def test_probabilities_of_the_backward_pass_sum_to_one(preset: str, rule: RowMax
     implementation, num = with_steps(preset)
     scores = rows_of_scores()
     if isinstance(rule, DynamicMax) and num.probs.scaling is not None:
-        rule = DynamicMax(max_shift=9.0)  # of e4m3 with its scale
+        rule = DynamicMax(max_shift=9.0)  # fits e4m3 with its scale
     sums = row_sums(scores, implementation=implementation, num=num, row_max=rule)
     excess = np.abs(sums - 1) / bound(scores, num, rule)
     assert excess.max() <= 1, (excess.argmax(), sums)
@@ -132,7 +132,7 @@ SUMS_OF_ROUNDED_LSE = np.array([1.0171, 1.0827, 1.0827, 0.1465, 8.0, 8.0])
 
 
 def test_lse_in_bfloat16_makes_them_anything_where_scores_are_large() -> None:
-    """Near 1,000 numbers of bfloat16 lie 8 apart: lse = S + log 8 becomes S."""
+    """Near 1,000, bfloat16 numbers are 8 apart, so lse = S + log 8 becomes S."""
     scores = np.repeat(np.array(TIED_SCORES)[:, None], TIED, axis=1)
     num = numerics.PUBLISHED.replace(lse="bfloat16")
     sums = row_sums(scores, implementation="dense", num=num, row_max=StandardMax())
@@ -145,7 +145,8 @@ def test_lse_in_bfloat16_makes_them_anything_where_scores_are_large() -> None:
     assert np.abs(float32 - 1).max() <= bound(scores, num, StandardMax()).max()
 
 
-# Two tied scores s with β = 2: m = 2 s, so l = 2 exp(−s), clamped at 1e-10 from s = 23.7 on.
+# With two tied scores s and β = 2, m is 2 s and l is 2 exp(−s), which is clamped at 1e-10 for s ≥
+# 23.7.
 VANISHING = np.array([10.0, 20.0, 23.5, 24.5, 30.0, 40.0])
 
 
@@ -193,7 +194,7 @@ def test_the_signal_of_lse_in_bfloat16() -> None:
 
 @functools.partial(jax.jit, static_argnames="num")
 def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) -> Any:
-    """dS before its rounding [B, N, T, S], as the gradient of a bias of zeros, and dQ."""
+    """dS before its rounding, [B, N, T, S], as the gradient of a zero bias, and dQ."""
     (batch, rows, heads, _), keys = q.shape, k.shape[1]
 
     def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
@@ -212,7 +213,7 @@ def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) 
 def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) -> None:
     r = np.random.default_rng(0)
     q, k, v, do = (r.standard_normal((2, 40, 2, 16)).astype(np.float32) for _ in range(4))
-    k[..., 0] = 1.0  # so that dQ[..., 0] is the sum of dS as rounded
+    k[..., 0] = 1.0  # dQ[..., 0] is then the sum of the rounded dS
     arrays = [jnp.asarray(x) for x in (q, k, v, do)]
     num = PRESETS[name].replace(kv_block=40, grads="float32", tile_grads="float32")
     dbias, dq = bias_and_query_gradients(*arrays, num=num)
@@ -223,9 +224,9 @@ def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) ->
     }
     for signal, sums in by_row.items():
         if (signal, name) == ("ds_row_sum", "normalized_delta"):
-            assert float(found["ds_row_sum_max"].max()) < 1e-5  # nothing but float32
+            assert float(found["ds_row_sum_max"].max()) < 1e-5  # float32 errors only
         elif (signal, name) == ("rounded_ds_row_sum", "normalized_delta"):
-            continue  # dQ takes r / s by another way
+            continue  # dQ applies r / s in another way
         elif (signal, name) == ("rounded_ds_row_sum", "corrected_after_cast"):
             assert float(found["rounded_ds_row_sum_max"].max()) < 1e-5
             assert np.abs(sums).max() < 1e-5
@@ -237,7 +238,7 @@ def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) ->
             np.testing.assert_allclose(found[f"{signal}_max"], np.abs(sums).max((0, 2)), rtol=0.02)
 
 
-# Rows of dS with `delta='normalized'`. O is rounded to 3 bits, so that δ₀ is far off.
+# Rows of dS with `delta='normalized'`. O is rounded to 3 bits, so that δ₀ has a large error.
 COARSE = numerics.FLASH.replace(output="bf16_m3", dp="bfloat16", grads="float32")
 WIDE = {"bias": (True, True, True)}
 CASES = {
@@ -254,7 +255,7 @@ IMPLEMENTATIONS_AND_CASES = [
 
 
 def without_dlse(case: harness.Case, arrays: harness.Arrays, how: Any, num: Numerics) -> np.ndarray:
-    """Σ_j dS_ij, from which what a gradient of lse adds, dlse Σ P, is taken away; [B, N, T]."""
+    """Σ_j dS_ij minus dlse Σ P, the part of the gradient of lse; [B, N, T]."""
     dbias = harness.run(how, case, arrays, num)["dbias"].astype(np.float64)
     return dbias.sum(-1) - arrays["dlse"].swapaxes(1, 2) * of_p(case, arrays, how, num).sum(-1)
 
@@ -272,12 +273,12 @@ def test_rows_of_ds_sum_to_zero_with_the_normalized_delta(implementation: str, n
     num = COARSE.replace(delta="normalized")
     sums = without_dlse(case, arrays, how, num)
 
-    # Float32 errors of dP − δ, of P times it and of the sums over some twenty keys.
+    # Float32 errors of dP − δ, of its product with P, and of sums over some twenty keys.
     p = of_p(case, arrays, how, num)
     v = np.repeat(arrays["v"], case.heads // case.kv_heads, axis=2).astype(np.float64)
     dp = np.abs(np.einsum("btnh,bsnh->bnts", arrays["do"].astype(np.float64), v))
     size = (p * dp).sum(-1) + np.abs(arrays["dlse"]).swapaxes(1, 2) * p.sum(-1)
-    # δ₀ of an O of 3 bits is off by a sixteenth of its terms.
+    # With O rounded to 3 bits, δ₀ is off by a sixteenth of its terms.
     terms = np.abs(arrays["do"].astype(np.float64)).sum(-1).swapaxes(1, 2) * np.abs(v).max()
     allowed = 32 * EPS * (size + terms * p.sum(-1))
     assert (np.abs(sums) <= allowed).all(), (np.abs(sums) / np.maximum(allowed, 1e-30)).max()
@@ -288,7 +289,7 @@ def test_rows_of_ds_sum_to_zero_with_the_normalized_delta(implementation: str, n
 
 @pytest.mark.parametrize(("implementation", "name"), IMPLEMENTATIONS_AND_CASES)
 def test_a_bias_has_the_ds_that_is_corrected_after_the_cast(implementation: str, name: str) -> None:
-    """Its rows sum to what the cast left: at most 2^-8 of each entry. δ₀ is off by far more."""
+    """Its rows sum to the error of the cast, at most 2^-8 per entry; δ₀'s error is far larger."""
     case, how = CASES[name], harness.IMPLEMENTATIONS[implementation]
     arrays = harness.inputs(case)
     chosen = COARSE.replace(dp="float32")
@@ -331,7 +332,7 @@ def test_every_preset_is_covered() -> None:
 
 
 def of_few_keys(num: Numerics, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row sums of dS, and δ, [T] each, of rows that see so many keys, all with the same P."""
+    """Row sums of dS, and δ, [T] each, for rows that see `keys` keys, all with the same P."""
     rng = np.random.default_rng(0)
     v, do = (jnp.asarray(rng.normal(size=(1, 512, 1, 64)), jnp.bfloat16) for _ in range(2))
     together = np.arange(512) // keys
@@ -352,7 +353,7 @@ def of_few_keys(num: Numerics, keys: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_in_rows_of_one_key_the_rounding_of_dp_is_left_and_that_of_o_is_not() -> None:
-    """O is a row of v there, which is bfloat16 already; dP is not (results of the isolation)."""
+    """O is a row of v there, which is already bfloat16; dP is not (see the isolation results)."""
     ds, delta = of_few_keys(numerics.FLASH, 1)
     np.testing.assert_allclose(ds, 0, atol=64 * EPS * np.abs(delta).max())
     ds, delta = of_few_keys(numerics.FLASH.replace(dp="bfloat16"), 1)

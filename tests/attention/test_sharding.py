@@ -1,4 +1,4 @@
-"""Attention over 8 simulated devices is the unsharded call, random bits and gradients included."""
+"""Attention over 8 simulated devices equals the unsharded call, with random bits and gradients."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,8 @@ AXES: dict[str, tuple[str | None, str | None]] = {
     "batch and heads": ("data", "model"),
     "nothing": (None, None),
 }
-# Stochastic at a forward, a backward and a final point; the latter folds the heads of a group.
+# Stochastic rounding at a forward, a backward and a final point, where the last folds the heads of
+# a group.
 STOCHASTIC = FLASH.replace(
     scores="bfloat16:stochastic",
     output="bfloat16:stochastic",
@@ -77,8 +78,8 @@ def test_shards_draw_the_bits_of_the_whole(implementation: str, axes: str) -> No
     shards = results(split, STOCHASTIC, **options)
     np.testing.assert_allclose(shards["lse"], whole["lse"], rtol=4 * plain.EPS32)
     for name in ("out", "dq", "dk", "dv"):
-        # XLA may order the sums of a smaller array otherwise. Noise of 2^-22 tips one stochastic
-        # rounding to bfloat16 in 2^14; with other random bits every second entry would differ.
+        # XLA may sum a smaller array in another order. Noise of 2^-22 tips one stochastic rounding
+        # to bfloat16 in 2^14. Other random bits would change every second entry.
         assert np.mean(shards[name] != whole[name]) < 0.01, name
 
 
@@ -110,7 +111,7 @@ def test_arrays_may_come_split_and_the_result_stays_split() -> None:
 
 
 def test_meshes_with_explicit_axes() -> None:
-    """The default axes of `jax.make_mesh`."""
+    """The axes that `jax.make_mesh` makes by default."""
     devices, spec = mesh(AxisType.Explicit), PartitionSpec("data", None, "model", None)
     arrays = harness.inputs(CASE)
     split = functools.partial(

@@ -1,6 +1,6 @@
-"""Attention sinks, a learned score per head without key or value: what they have of their own.
+"""What only attention sinks have; a sink is a learned score per head, without key or value.
 
-Their arithmetic stands in `test_cap_sinks_values.py`, with a soft cap and other values.
+`test_cap_sinks_values.py` tests their arithmetic, with a soft cap and other value sizes.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SIZES = [
 def test_a_sink_of_minus_infinity_is_none_and_others_may_be_of_any_size(
     implementation: str, preset: str
 ) -> None:
-    """Far below all scores they change nothing, far above they take all weight."""
+    """Far below all scores they change nothing; far above they take all weight."""
     case = dataclasses.replace(CASE, sinks=False)
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(case)
     without, none, small, large = (
@@ -56,7 +56,7 @@ def test_a_sink_of_minus_infinity_is_none_and_others_may_be_of_any_size(
     np.testing.assert_array_equal(none["dsinks"], 0)
     for name, x in without.items():
         np.testing.assert_array_equal(none[name], x, err_msg=name)
-        within = {"lse": without["lse"] > -np.inf}.get(name, ...)  # else lse is the sink
+        within = {"lse": without["lse"] > -np.inf}.get(name, ...)  # otherwise lse is the sink
         np.testing.assert_allclose(small[name][within], x[within], atol=1e-5, err_msg=name)
         if name != "lse":
             assert np.abs(large[name]).max() < 1e-30, name
@@ -86,13 +86,13 @@ def test_rows_without_a_key_have_the_sink_as_lse_and_rows_beyond_the_lengths_not
     of_first = dataclasses.replace(case, batch=1, query_lengths=(20,), key_lengths=(20,))
     first = {name: x if name == "sinks" else x[:1] for name, x in arrays.items()}
     expected = harness.oracle(of_first, first)["dsinks"] + arrays["dlse"][1, :7].sum(0)
-    np.testing.assert_allclose(result["dsinks"], expected, atol=0.05)  # of `flash`
+    np.testing.assert_allclose(result["dsinks"], expected, atol=0.05)  # the errors of `flash`
     for name in ("dq", "dk", "dv"):
         assert (result[name][1] == 0).all(), name
 
 
 def test_the_whole_row_sums_to_one_and_dS_to_zero_with_its_sink() -> None:
-    """`normalized` forms δ of keys and sink: a bias of zeros gets the dS of the keys."""
+    """`normalized` forms δ from the keys and the sink. A zero bias gets the dS of the keys."""
     case = harness.Case(batch=1, sinks=True, bias=(True, True, True))
     arrays = harness.inputs(case) | {"dlse": np.zeros((1, 20, 2), np.float32)}
     arrays["bias"][...] = 0

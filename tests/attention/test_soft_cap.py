@@ -1,6 +1,6 @@
-"""The soft cap on scores, c · tanh(S / c), and its derivative: what they have of their own.
+"""What only the soft cap on scores, c · tanh(S / c), and its derivative have.
 
-Their arithmetic stands in `test_cap_sinks_values.py`, with sinks and other values.
+`test_cap_sinks_values.py` tests their arithmetic, with sinks and other value sizes.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def test_a_row_of_one_key_has_no_gradient_of_its_score() -> None:
 
 
 def without_slope_in_pk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row sums take round(P) k from dQ, as without a cap, not round(slope ∘ P) k."""
+    """Makes row sums subtract round(P) k from dQ, as without a cap, not round(slope ∘ P) k."""
     for module, tile in ((backward, backward.BackwardTile), (gpu_backward, gpu_backward._Tile)):
         name = "row_sums" if module is backward else "_query_gradients"
         as_it_is = getattr(module, name)
@@ -92,7 +92,7 @@ def test_normalized_delta_takes_the_slope_into_its_correction(
 
 
 def test_rows_of_ds_sum_to_zero_before_the_slope_and_not_after_it() -> None:
-    """dbias is dS of capped scores; dQ of a common feature of all keys is what rows sum to."""
+    """dbias is dS of capped scores. dQ along a feature common to all keys shows the row sums."""
     case = harness.Case(batch=1, heads=1, kv_heads=1, soft_cap=1.0, bias=(True, True, True))
     arrays = harness.inputs(case) | {"dlse": np.zeros((1, 20, 1), np.float32)}
     arrays["k"][..., 0] = 1.0
@@ -107,13 +107,13 @@ def test_rows_of_ds_sum_to_zero_before_the_slope_and_not_after_it() -> None:
 
 
 def test_scores_count_in_the_cap_where_products_are_multiplied_once() -> None:
-    """c log2 e is one factor of tanh(S / c), as scale · log2 e is of q·k without a cap."""
+    """tanh(S / c) is multiplied by c log2 e once, as q·k is by scale · log2 e without a cap."""
     first, spec = (
         EXACT.replace(exponent="scale_first"),
         functools.partial(Spec, row_max=numerics.StandardMax(), scale=-0.3),
     )
     assert products.score_unit(spec(numerics=first, soft_cap=30.0), Extras()) == 30.0
-    assert products.score_unit(spec(numerics=first), Extras()) == 1.0  # of a scale below zero
+    assert products.score_unit(spec(numerics=first), Extras()) == 1.0  # the scale is negative
     traced = Extras(scale=jnp.float32(1))
     assert products.score_unit(spec(numerics=first, soft_cap=30.0), traced) == 30.0
     for chosen, extras in (

@@ -1,4 +1,4 @@
-"""Programs for a GPU that is named, on a host without one."""
+"""Programs for a named GPU, on a host without one."""
 
 import dataclasses
 import logging
@@ -78,14 +78,14 @@ def test_lengths_of_few_rows_get_the_kernels_that_are_faster_with_them():
         assert attention.resolve(with_lengths(4096)) == "hopper"
         assert attention.resolve(with_lengths(1024, has_segments=True)) == "hopper"
         assert attention.resolve(with_lengths(1024, has_sinks=True)) == "hopper"
-        sizes = default_block_sizes(head_size=64)  # of `hopper` alone
+        sizes = default_block_sizes(head_size=64)  # only `hopper` has these sizes
         of_hopper = dataclasses.replace(request().spec, block_sizes=sizes)
         assert attention.resolve(with_lengths(1024, spec=of_hopper)) == "hopper"
     assert said == "gpu, since hopper is slower with lengths below 4096 rows"
 
 
 def test_the_log_says_why_of_a_device_that_is_known(caplog):
-    chosen = numerics.FLASH.replace(kv_block=176)  # asked for nowhere else
+    chosen = numerics.FLASH.replace(kv_block=176)  # no other test uses this step
     asked = request(chosen)
     with caplog.at_level("INFO", logger="lowprec_attn"):
         dispatch.resolve_by_platform(asked, None)

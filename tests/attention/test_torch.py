@@ -1,4 +1,4 @@
-"""`lowprec_attn.torch`: PyTorch's call, our arithmetic, in eager mode and compiled."""
+"""`lowprec_attn.torch`: PyTorch's function with this library's arithmetic, eager and compiled."""
 
 import functools
 
@@ -26,14 +26,14 @@ def qkv(heads=4, kv_heads=None, length=48, size=32, dtype=torch.bfloat16, batch=
 
 
 def gradients(function, arrays, **options):
-    """O, dQ, dK, dV for a dO that is the same for all functions."""
+    """O, dQ, dK and dV, for the same dO with every function."""
     out = function(*arrays, **options)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
     return out, *torch.autograd.grad(out, arrays, do)
 
 
 def in_jax(arrays, numerics, **options):
-    """The same by our function of JAX, as tensors."""
+    """The same results from the JAX function, as tensors."""
 
     def array(x):
         return jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype)[6:]).swapaxes(-3, -2)
@@ -52,7 +52,7 @@ def in_jax(arrays, numerics, **options):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("numerics", ["normalized_delta", "matched", "exact"])
 def test_it_is_our_function_of_jax(dtype, causal, numerics):
-    """But for a bit here and there, where two programs fuse differently."""
+    """Except for a few bits, where the two programs fuse differently."""
     if numerics == "matched" and dtype == "float16":
         pytest.skip("matched is of bfloat16")
     arrays = qkv(kv_heads=2, dtype=DTYPES[dtype])
@@ -65,7 +65,7 @@ def test_it_is_our_function_of_jax(dtype, causal, numerics):
 
 
 def test_a_soft_cap_is_that_of_the_formula():
-    """In float64, by PyTorch's own derivatives."""
+    """Compared with PyTorch's own derivatives in float64."""
 
     def capped(q, k, v):
         s = 3 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 3)
@@ -123,7 +123,7 @@ def test_tensors_are_handed_over_without_a_copy():
 
 
 def test_it_cures_what_flash_attention_does_to_dq():
-    """Keys with a common part, where δ's error moves q along their mean."""
+    """Keys have a common part, so the error of δ moves dQ along their mean."""
     arrays = qkv(heads=2, length=128, size=64)
     with torch.no_grad():
         arrays[1] += 6.0  # k
@@ -139,7 +139,7 @@ def test_it_cures_what_flash_attention_does_to_dq():
 
 
 def test_a_model_trains_with_it_in_place_of_pytorchs(monkeypatch):
-    """nanoGPT's way: one product for q, k, v, heads by a view and a transpose."""
+    """As in nanoGPT: one product for q, k and v, then heads by a view and a transpose."""
 
     class Block(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Second derivatives, a user's own `jax.shard_map`, traced options: right, or refused by name."""
+"""Second derivatives, your own `jax.shard_map`, traced options: right, or refused by name."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 Inputs = dict[str, jax.Array]
 KEY = jax.random.key(5)
-# Compilation dominates this file.
+# Most of the time of these tests is compilation.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 INTERPRETED = {
     "gpu": harness.GPU_TILES,
@@ -61,8 +61,8 @@ def test_the_row_maximum_has_no_derivative(rule: RowMax) -> None:
 
 
 B, T, S, N, K, H = 2, 7, 9, 4, 2, 8
-# Tiles that divide neither length. Those of queries divide a block of keys: only a loop over every
-# block comes to one that some row of its tile does not see.
+# Tiles that divide neither length. A tile of queries divides a block of keys, so a loop over every
+# block reaches blocks that some row of a tile does not see.
 ODD = {"kv_block": 4, "block_sizes": tiled.BlockSizes(query=2, kv_bwd=5)}
 LENGTHS = np.array([S, 4], np.int32)
 
@@ -71,14 +71,14 @@ def inputs(seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     shapes = {"q": (B, T, N, H), "k": (B, S, K, H), "v": (B, S, K, H), "bias": (1, N, T, S)}
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    arrays["k"][:, 1] = arrays["k"][:, 0]  # two equal maxima in some rows
+    arrays["k"][:, 1] = arrays["k"][:, 0]  # some rows have two equal maxima
     arrays["bias"][..., 1] = arrays["bias"][..., 0]
     arrays["scale"] = np.array(0.4)
     return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
 
 def loss_of(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Its gradients by O and lse depend on them, so second derivatives go through both."""
+    """A loss whose gradients by O and lse depend on both, so second derivatives go through both."""
     return jnp.sum(jnp.sin(3 * out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
 
 
@@ -109,7 +109,7 @@ def loss(
 
 
 def plain_loss(x: Inputs, is_causal: bool = True) -> jax.Array:
-    """The same by JAX's own differentiation."""
+    """The same loss, differentiated by JAX itself."""
     k, v = (jnp.repeat(x[name], N // K, axis=2) for name in "kv")
     s = jnp.einsum("btnh,bsnh->bnts", x["q"], k, precision="highest") * x["scale"] + x["bias"]
     rows, cols = (
@@ -124,7 +124,7 @@ def plain_loss(x: Inputs, is_causal: bool = True) -> jax.Array:
 
 
 def second_derivatives(function: Callable[[Inputs], jax.Array]) -> tuple[Inputs, Inputs, Inputs]:
-    """The gradient, and the Hessian times a direction: forward over reverse, reverse over it."""
+    """The gradient, and the Hessian times a direction, forward over reverse and reverse over it."""
     x, t = inputs(), inputs(seed=1)
 
     def slope(x: Inputs) -> jax.Array:
@@ -140,7 +140,7 @@ def plain_second_derivatives(is_causal: bool) -> Inputs:
     return jax.jit(lambda: second_derivatives(function))()[1]
 
 
-# What rounds is shared by `dense` and `tiled`; loops are of `tiled` alone.
+# `dense` and `tiled` share what rounds; only `tiled` has loops.
 KINDS = [
     ("dense", "exact", "standard", True),
     ("dense", "auxiliary_output", "standard", True),
@@ -158,8 +158,8 @@ def test_second_derivatives_are_near_those_of_plain_attention(
     chosen, row_max = numerics.PRESETS[preset], numerics.ROW_MAX_RULES[rule]()
     function = functools.partial(loss, implementation, chosen, row_max, is_causal=is_causal)
     _, *results = quick_jit(lambda: second_derivatives(function))()
-    # Up to 16 rounded factors, each off by at most 2^-9 (twice that if stochastic), or by 2^-24.
-    # Without the derivative of one rounding the error is of the order of the result.
+    # Up to 16 rounded factors, each off by at most 2^-9 (twice that if stochastic), or by 2^-24. If
+    # one rounding lacked its derivative, the error would be of the order of the result.
     bound = 16 * (2.0**-24 if preset == "exact" else 2.0**-9)
     for result in results:
         for name, exact in plain_second_derivatives(is_causal).items():
@@ -169,7 +169,7 @@ def test_second_derivatives_are_near_those_of_plain_attention(
 
 @pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False, "window": (2, 1)}])
 def test_what_tiled_differentiates_rounds_the_same_values(seen: dict[str, Any]) -> None:
-    """Blocks that a row does not see are masked wholly: the published rule would move m there."""
+    """Blocks that a row does not see are fully masked; the published rule would move m there."""
     row_max = numerics.PublishedMax()
     function = functools.partial(loss, "tiled", numerics.PUBLISHED, row_max, **seen)
     x = inputs()
@@ -213,10 +213,10 @@ def test_kernels_refuse_second_derivatives_and_forward_mode(implementation: str)
         layer = jax.checkpoint(attend)
         return jnp.sum(jax.lax.scan(lambda x, _: (layer(x), None), q, length=2)[0])
 
-    if implementation != "hopper":  # whose interpreter has effects that `checkpoint` refuses
+    if implementation != "hopper":  # `checkpoint` refuses the effects of its interpreter
         assert jax.eval_shape(jax.grad(in_layers), q).shape == q.shape
     for function in (by_query, by_cotangent):
-        assert jax.eval_shape(function, q).shape == q.shape  # the first derivative is served
+        assert jax.eval_shape(function, q).shape == q.shape  # first derivatives are served
         for second in (
             lambda q, function=function: jax.jvp(function, (q,), (q,)),
             lambda q, function=function: jax.grad(lambda q: jnp.sum(function(q)))(q),
@@ -235,7 +235,7 @@ STOCHASTIC = numerics.FLASH.replace(
 
 
 def over_batch(function: Callable[..., Any], out_specs: Any, **options: Any) -> Callable[..., Any]:
-    """The function of q, k, v, lengths, bias and scale on two devices; the last two not split."""
+    """Maps a function of q, k, v, lengths, bias and scale over two devices; the last two whole."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     split = PartitionSpec("data")
     in_specs = (split,) * 4 + (PartitionSpec(),) * 2
@@ -269,7 +269,7 @@ def value_and_gradients(
 
 @pytest.mark.parametrize("implementation", ["dense", None])
 def test_your_own_shard_map_with_its_default_check(implementation: str | None) -> None:
-    """Random bits of the whole batch; the gradients of what is not split are sums over devices."""
+    """Random bits follow the whole batch. Gradients of unsplit arrays are sums over devices."""
     chosen = STOCHASTIC if implementation == "dense" else STOCHASTIC.replace(kv_block=8)
     options = {"implementation": implementation, "numerics": chosen, "return_residual": True}
     whole = functools.partial(attention.dot_product_attention, **options)
@@ -280,7 +280,8 @@ def test_your_own_shard_map_with_its_default_check(implementation: str | None) -
     shards = over_batch(functools.partial(value_and_gradients, within), specs)(*args)
     expected = quick_jit(functools.partial(value_and_gradients, whole))(*args)
     for x, y in zip(jax.tree.leaves(shards), jax.tree.leaves(expected), strict=True):
-        # Sums in another order tip a rounding in 2^14; other random bits would move every second.
+        # Another order of sums tips a rounding in 2^14; other random bits would change every second
+        # entry.
         error = np.linalg.norm(np.asarray(x - y)) / np.linalg.norm(y)
         assert error < 2.0**-12, (x.shape, error)
 
@@ -353,7 +354,7 @@ def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str, d
         result = reference.attention(q, k, v, scale=scale, masking=masking)
         return np.sum(np.sin(3 * result.o)) + np.sum(np.cos(result.lse))
 
-    half = N // 2  # heads of different arithmetic: the contributions of both calls are added
+    half = N // 2  # two arithmetics, whose calls both contribute
     chosen = [numerics.EXACT] * half + [numerics.EXACT.replace(delta=delta)] * half
 
     def value(scale: jax.Array) -> jax.Array:
@@ -387,7 +388,7 @@ def test_a_traced_scale_of_sharded_attention() -> None:
         return jax.jit(jax.grad(value))(jnp.bfloat16(0.3)).astype(jnp.float32)
 
     whole = gradient(attention.dot_product_attention)
-    np.testing.assert_allclose(gradient(split), whole, rtol=2.0**-8)  # an ulp of bfloat16
+    np.testing.assert_allclose(gradient(split), whole, rtol=2.0**-8)  # one ulp of bfloat16
 
 
 def jitted(**options: Any) -> Callable[..., Any]:

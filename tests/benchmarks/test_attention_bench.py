@@ -1,4 +1,4 @@
-"""The benchmark: fair samples, nothing dropped in silence, and the verdicts on its ratios."""
+"""The benchmark takes fair samples, reports what it drops, and judges its ratios correctly."""
 
 import dataclasses
 import importlib
@@ -50,7 +50,7 @@ def record(name: str, samples: list[float], shape: str = "gpt2", backward: bool 
 
 
 def complete_records(changed: Mapping[str, float] = MappingProxyType({})) -> list[Any]:
-    """Times of the candidates that the targets name, all of them met, on every shape and pass."""
+    """Times of the candidates in the targets, all of which they meet, on every shape and pass."""
     seconds = {
         "jax pallas default": 2.0,
         "jax pallas 64x128": 1.1,
@@ -75,7 +75,7 @@ def complete_records(changed: Mapping[str, float] = MappingProxyType({})) -> lis
 
 
 def test_repeat_makes_every_call() -> None:
-    """The product stands in the loop, behind a barrier that also takes the results before it."""
+    """The product stays in the loop, behind a barrier that also takes the results before it."""
     x = jnp.ones((64, 64))
     lowered = jax.jit(timing.repeat(lambda a: (a @ a,), 5)).lower(x)
     loop = lowered.as_text().split("stablehlo.while")[1]
@@ -158,7 +158,7 @@ def test_sweep_has_one_number_of_tokens() -> None:
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.ops.gpu:DeprecationWarning")
 def test_candidates_that_decline_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not installed, wrong platform, unserved numerics: each by its reason, in one line."""
+    """Not installed, wrong platform, or unserved numerics: one line each, with the reason."""
     for package in ("torch", "tokamax"):
         monkeypatch.setitem(sys.modules, package, None)
     found = [
@@ -201,7 +201,7 @@ def test_flash_attention_3_takes_the_package_that_has_the_passes(
 
 
 def test_records_say_whether_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second candidate gives other last bits on every run, as sums without an order do."""
+    """The second candidate changes its last bits on every run, like sums without an order."""
     count = itertools.count()
 
     def prepare(self: timing.JaxCandidate, *call: Any) -> timing.Timed:
@@ -239,7 +239,7 @@ def test_another_function_is_not_timed(backward: bool) -> None:
 
 
 def test_ratio_is_taken_round_by_round() -> None:
-    """A clock that halves in the middle of the run changes neither the ratio nor its spread."""
+    """A clock that halves in the middle of a run changes neither the ratio nor its spread."""
     slow, fast = record("a", [2.0, 2.0, 1.0, 1.0]), record("b", [1.0, 1.0, 0.5, 0.5])
     assert ratio(slow, fast) == (2.0, 2.0, 2.0)
 
@@ -339,7 +339,7 @@ def test_memory_lists_what_declines() -> None:
 def test_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Measures, writes, prints and draws; and does so again from the file."""
+    """Measures, writes, prints and draws, and repeats the output from the file."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     out, plot = tmp_path / "bench.jsonl", tmp_path / "figures" / "bench"
 
@@ -391,7 +391,7 @@ def test_figures_of_sweep_and_memory(tmp_path: Path) -> None:
 
 
 def test_compiler_options_reach_the_compiler() -> None:
-    """An unknown option is refused, so that one that is known has been read."""
+    """An unknown option is refused, so a known option has been read."""
     known = dataclasses.replace(peers.jax_nn("xla"), options={"xla_cpu_enable_fast_math": False})
     unknown = dataclasses.replace(known, name="unknown", options={"xla_no_such_option": True})
     records = measure(tiny(), [known, unknown], rounds=1)
@@ -400,6 +400,6 @@ def test_compiler_options_reach_the_compiler() -> None:
 
 
 def test_no_script_hides_a_module_of_python() -> None:
-    """`python benchmarks/nanogpt.py` looks there first: a `profile.py` was in cProfile's way."""
+    """`python benchmarks/x.py` looks there first; a `profile.py` once hid cProfile's import."""
     names = {path.stem for path in Path(timing.__file__).parents[1].iterdir()}
     assert not names & sys.stdlib_module_names

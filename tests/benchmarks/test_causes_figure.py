@@ -1,4 +1,4 @@
-"""The picture of the causes: every arm of the records has a row, every run a dot."""
+"""The figure of the causes has a row for every arm of the records and a dot for every run."""
 
 import sys
 

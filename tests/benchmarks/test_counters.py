@@ -1,4 +1,4 @@
-"""The profile of kernels: what is read from Nsight Compute's output, and what cannot be."""
+"""The profile of kernels: what Nsight Compute's output gives, and what it cannot give."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ import pytest
 from benchmarks import counters
 from lowprec_attn.errors import RunError
 
-# As `ncu --csv --page raw` writes it: notes, names, units, a kernel a line.
+# The output of `ncu --csv --page raw`: notes, names, units, and one line per kernel.
 NOTES = ["==PROF== Connected to process 1980 (/usr/bin/python3.12)", ""]
 UNITS = {"gpu__time_duration.sum": "ns", "smsp__inst_executed.sum": "inst"}
 
@@ -64,7 +64,7 @@ def test_without_the_profiler_or_a_gpu_nothing_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["counters"])
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main would, for good
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main would set it for good
     for found, missing in ((None, "ncu (of NVIDIA Nsight Compute)"), ("/bin/ncu", "a GPU")):
         monkeypatch.setattr(counters.shutil, "which", lambda _, found=found: found)
         assert counters.main() == 1
@@ -75,7 +75,7 @@ def test_without_the_profiler_or_a_gpu_nothing_starts(
 def test_each_candidate_runs_in_a_process_that_leaves_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The profiler's process, beside this one on the same GPU; and what the records say of it."""
+    """The profiler's process shares the GPU with this one; also tests what the records say."""
     commands = []
 
     def ncu(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The mean of δ's errors: its units, its standard error, and the checkpoints of runs."""
+"""The mean error of δ: its units, its standard error, and the checkpoints of runs."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def test_a_mean_is_found_in_units_of_the_rms_and_zero_where_nothing_errs() -> No
     )
     errors = Errors(noise.mean(-1)[:, None], np.sqrt((noise**2).mean(-1))[:, None])
     found = bias(errors)
-    expected = 1 / np.sqrt(draws * rows)  # of independent rows
+    expected = 1 / np.sqrt(draws * rows)  # for independent rows
     np.testing.assert_allclose(found.error[0, :2], expected, rtol=0.1)
     assert abs(found.mean[0, 0]) < 3 * expected
     assert abs(found.mean[0, 1] - 0.1) < 4 * expected
@@ -32,7 +32,7 @@ def test_a_mean_is_found_in_units_of_the_rms_and_zero_where_nothing_errs() -> No
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, text):
-    """Two runs of one layer with a checkpoint of step 7 and of step 9, and one without."""
+    """Runs of one layer with a checkpoint of step 7, one of step 9, and no checkpoint."""
     directory = tmp_path_factory.mktemp("runs")
     points = {"output": "bf16_m1:stochastic", "saved_output": "same"}
     changes = {f"attention__points__{name}": value for name, value in points.items()}
@@ -52,7 +52,7 @@ def runs(tmp_path_factory, text):
 
 
 def measured(monkeypatch, capsys, *argv):
-    """Exit code, output and errors of the command."""
+    """The exit code, output and errors of the command."""
     monkeypatch.setattr(sys, "argv", ["delta_bias", "--draws", "3", *map(str, argv)])
     return delta_bias.main(), *capsys.readouterr()
 
@@ -70,7 +70,7 @@ def test_runs_are_measured_at_their_checkpoints(runs, tmp_path, monkeypatch, cap
     ]
     for record in records:
         assert np.shape(record["mean"]) == (1, tiny_config()["model"]["heads"])
-        assert (np.array(record["error"]) > 0).all()  # each draw has sequence and bits of its own
+        assert (np.array(record["error"]) > 0).all()  # each draw has its own sequence and bits
     assert first["mean"] != second["mean"]
 
 

@@ -1,4 +1,4 @@
-"""How far attention lies from float64: what is measured, and what is read of its records."""
+"""How far attention is from float64: the measurement, and the reading of its records."""
 
 import math
 import sys
@@ -34,12 +34,12 @@ def test_every_format_length_and_tile_has_a_case():
     assert {case[1:] for case in crossed if case.arm == "flash"} == {
         (*place, tile) for place in places for tile in deviation.TILES
     }
-    # What has no tiles of ours is measured once a length.
+    # An implementation without tiles of this project is measured once per length.
     assert {case[1:] for case in crossed if case.arm == "xla"} == {(*p, None) for p in places}
 
 
 def test_a_deviation_is_that_of_the_arithmetic():
-    """float32 errs by its own last digits, bfloat16 by its; a row has one of them per tensor."""
+    """The error of each format is its own last digits; one measurement has one row per tensor."""
     low = Case("flash", "bfloat16", 32, (8, 8))
     found = [deviation.measure(case, 1) for case in (low, low._replace(format="float32"))]
     assert [r["tensor"] for r in found[0]] == list(deviation.TENSORS)
@@ -67,7 +67,7 @@ def test_keys_of_a_tile_are_arithmetic_and_queries_are_not():
     ],
 )
 def test_table_and_figure_come_from_the_records(tmp_path, monkeypatch, capsys, place, row):
-    """Those that results/deviation_cpu/README.md shows."""
+    """The table and figure that results/deviation_cpu/README.md shows."""
     (tmp_path / "attention.jsonl").symlink_to(ROOT / "results" / place / "attention.jsonl")
     assert run(monkeypatch, tmp_path, "--read") == 0
     assert row in " ".join(capsys.readouterr().out.split())
@@ -76,7 +76,7 @@ def test_table_and_figure_come_from_the_records(tmp_path, monkeypatch, capsys, p
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, text):
-    """Three runs of initial parameters: two seeds, and the first with one weight moved by 1."""
+    """Four runs of initial parameters: one, another seed, one weight moved by 1, a later step."""
     directory = tmp_path_factory.mktemp("runs")
     states = {}
     for name, seed, step in (("base", 1, 4), ("other", 2, 4), ("moved", 1, 4), ("longer", 1, 6)):
@@ -100,11 +100,11 @@ def test_weights_of_runs_are_compared_at_their_newest_step(runs):
     step, largest, moved = deviation.apart(directory / "base", directory / "moved")
     count = sum(x.size for x in deviation._weights(directory / "base")[1].values())
     assert (step, largest) == (4, 1.0)
-    assert moved == pytest.approx(1 / count)  # one of all values by 1
+    assert moved == pytest.approx(1 / count)  # one of all values moved by 1
     a, b = (np.asarray(states[name]["tokens"]["embedding"][...]) for name in ("base", "other"))
     _, largest, moved = deviation.apart(directory / "base", directory / "other")
     assert largest >= np.abs(a - b).max()
-    # Of one distribution: far apart one by one, not as sets of values.
+    # Two draws of one distribution differ entry by entry, but not as sets of values.
     assert 0 < moved < largest / 5
     assert moved == pytest.approx(wasserstein_distance(a.ravel(), b.ravel()), rel=0.5)
 

@@ -1,4 +1,4 @@
-"""Kernels against float64 by size of scores, on what a CPU has."""
+"""Kernels against float64 by the size of scores, as far as a CPU has them."""
 
 import json
 import lzma
@@ -35,8 +35,8 @@ def test_every_kernel_is_recorded_and_errors_are_those_of_its_arithmetic(tmp_pat
             assert "does not support" in record["unsupported"]
         elif kernel == "jax.nn cudnn":
             assert record["unsupported"]
-        elif numerics == "exact":  # all that is rounded is what is handed on: half a unit, 2⁻⁹
-            faded = problem == "normal 1e+04"  # its rows are one key
+        elif numerics == "exact":  # only results are rounded, by half a unit, 2⁻⁹
+            faded = problem == "normal 1e+04"  # whose rows are one key
             assert faded == (max(record["rms"]["dq"]) < 1e-6)
             for name in ("o", "dv") if faded else fidelity.RESULTS:
                 assert max(record["errors"][name]) < 2.0**-8, (problem, kernel, name)
@@ -45,7 +45,7 @@ def test_every_kernel_is_recorded_and_errors_are_those_of_its_arithmetic(tmp_pat
         flash, exact = (found[*of, n]["errors"] for n in (FLASH, "exact"))
         assert min(flash["dq"]) > 10 * max(exact["dq"])
         assert max(flash["o"]) < 2.0**-7
-        # lse near 1e4 as one float32 number: half a unit is 2⁻¹¹.
+        # An lse near 1e4 as one float32 number has an error of half a unit, 2⁻¹¹.
         assert max(exact["lse"]) < 0.01
         small = found["clustered 1e+01", kernel, "exact"]["errors"]
         assert max(small["p_row_sum"]) < 1e-5 < max(exact["p_row_sum"])
@@ -95,7 +95,7 @@ def test_tables_have_the_worst_head_of_what_served(tmp_path, monkeypatch, capsys
         "clustered: dk", "arithmetic", "1e+01", "1e+04",
     ]  # fmt: skip
     rows = {cells[1].strip(): cells for cells in (line.split("|") for line in clustered[2:])}
-    assert [*rows] == ["tiled", "dense", "jax.nn xla"]  # what was refused is no row
+    assert [*rows] == ["tiled", "dense", "jax.nn xla"]  # a refused kernel has no row
     worst = max(found["clustered 1e+04", "tiled", FLASH]["errors"]["dk"])
     assert rows["tiled"][4].strip() == f"{worst:.1e}"
 

@@ -1,4 +1,4 @@
-"""What 8 bits cost: the program on a small problem, and what its records and pages say."""
+"""The cost of 8 bits: the program on a small problem, and its records and pages."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The README's first figure shows what the pages of its records say."""
+"""The first figure of the README shows what the pages of its records say."""
 
 import sys
 
@@ -11,7 +11,7 @@ from benchmarks import front_figure
 
 
 def ends(axis):
-    """By colour, the last value of every line that is a run's."""
+    """The last value of every line of a run, grouped by colour."""
     found = {}
     for line in axis.lines:
         if len(line.get_xdata()) > 2:

@@ -1,4 +1,4 @@
-"""Which preset results lie nearest to, on what a CPU has."""
+"""The preset that is nearest to a kernel's results, for the kernels that a CPU has."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ ARITHMETICS = ("splash", "flash_attention_3", "torch_flash", "jax_nn")
 
 
 def records_of(tmp_path, monkeypatch, kernels):
-    """Of these kernels, on clustered keys with scores of 1e4."""
+    """The records of these kernels, on clustered keys with scores of 1e4."""
     out = tmp_path / "identified.jsonl"
     small = ("--tokens", "64", "--heads", "2", "--head_size", "32", "--scores", "1e4")
     asked = (f"--out={out}", *small, "--arithmetics", *ARITHMETICS)
@@ -26,7 +26,7 @@ def records_of(tmp_path, monkeypatch, kernels):
 
 
 def test_a_preset_in_steps_of_its_own_is_recognized(tmp_path, monkeypatch):
-    """Steps of 32 keys stand in for a kernel whose steps are not those of the presets."""
+    """Steps of 32 keys stand in for a kernel whose steps differ from those of the presets."""
     names = ("flash_attention_3", "torch_flash")
     theirs = [
         identify.preset(f"{name}:kv_block=32")._replace(name=f"their {name}", numerics=None)
@@ -44,7 +44,7 @@ def test_a_preset_in_steps_of_its_own_is_recognized(tmp_path, monkeypatch):
 def test_jax_nn_by_xla_is_its_preset_and_a_refusal_has_its_reason(tmp_path, monkeypatch, capsys):
     out, found = records_of(tmp_path, monkeypatch, fidelity.jax_nn())
     for result, of in found["jax.nn xla"]["results"].items():
-        if result in ("dq", "dk"):  # in the others presets agree
+        if result in ("dq", "dk"):  # presets agree in the other results
             label, ratio = identify.nearest(of["distance"])
             assert (label, ratio < identify.IDENTIFIED) == ("jax_nn", True), (result, of)
     assert found["jax.nn cudnn"]["unsupported"]
@@ -53,7 +53,7 @@ def test_jax_nn_by_xla_is_its_preset_and_a_refusal_has_its_reason(tmp_path, monk
     identify.main()
     text = capsys.readouterr().out
     assert "| **jax_nn** " in text
-    assert "cudnn |" not in text  # what was refused is no row
+    assert "cudnn |" not in text  # a refused kernel has no row
 
 
 def test_rows_are_hard_where_two_results_lie_apart():

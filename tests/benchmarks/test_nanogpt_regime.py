@@ -1,4 +1,4 @@
-"""nanoGPT in the regime of true_bfloat16.toml: its definition, and what is recorded of a run."""
+"""nanoGPT in the regime of true_bfloat16.toml: its definition, and the records of a run."""
 
 import json
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def torch_run():
 
 
 def small_model(layers=2, heads=2, width=16, tokens=50):
-    """The parts of nanoGPT's model that `signals` reads, and a loss."""
+    """The parts of nanoGPT's model that `signals` reads, with a loss."""
     import torch
     from torch.nn import functional
 
@@ -179,7 +179,7 @@ def test_float32_is_the_unfused_attention_of_unrounded_operands_and_products():
     d_out = torch.randn(1, 2, 32, 16).bfloat16()
     with run.attention_by("nanogpt_float32"), torch.autocast("cpu", dtype=torch.bfloat16):
         out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-    out.backward(d_out)  # outside of autocast, as in a run: it would make its products bfloat16
+    out.backward(d_out)  # as in a run: autocast would make the products bfloat16
     wide = [x.detach().double().requires_grad_() for x in qkv]
     scores = wide[0] @ wide[1].mT / 4
     seen = torch.ones(32, 32, dtype=torch.bool).tril()
@@ -189,5 +189,5 @@ def test_float32_is_the_unfused_attention_of_unrounded_operands_and_products():
     for ours, theirs in zip(
         (out, *(x.grad for x in qkv)), (exact, *(x.grad for x in wide)), strict=True
     ):
-        # What is handed on is rounded to bfloat16 and nothing before it: half a unit, 2⁻⁹.
+        # Only results are rounded to bfloat16, by half a unit, 2⁻⁹.
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=2.0**-8, atol=1e-6)

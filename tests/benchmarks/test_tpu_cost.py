@@ -1,4 +1,4 @@
-"""The cost of a call from the schedules of its kernels, without a compiler."""
+"""The cost of a call, computed from the schedules of its kernels without a compiler."""
 
 from collections import Counter
 
@@ -27,12 +27,12 @@ def test_visits_are_those_of_the_causal_triangle(length: int, tile: Tile) -> Non
 def test_steps_of_a_tile_are_counted_by_their_block_of_code() -> None:
     """T = 600 in tiles of 256 × 384: the diagonal cuts steps 0, 1; 2, 3; and 4 of 128 keys."""
     visits = Visits.of(600, Tile(query=256, kv=384), "forward", 128)
-    first, second, third = (3, 2), (2, 2), (1, 1)  # steps 0 and 3; 1 and 4; 2 of each query tile
+    first, second, third = (3, 2), (2, 2), (1, 1)  # steps 0 and 3; 1 and 4; 2
     assert visits == Visits(first + second + third, 3, 6)
 
 
 def schedule(body: int, cut: int | None) -> Schedule:
-    """2 bundles per program, 30 per sum; a body, and another for cut tiles if it has one."""
+    """2 bundles per program, 30 per sum, a body, and a body for cut tiles if there is one."""
     bodies = [Block(body, 8, True)] + ([] if cut is None else [Block(cut, 8, True)])
     return Schedule((Block(2, 0, False), Block(30, 0, True), *bodies), Counter(), 2**20)
 
@@ -44,7 +44,7 @@ def test_a_call_costs_its_bundles_times_the_visits_of_every_head() -> None:
         "transpose_jvp_attention_query_gradients__.1": schedule(200, 220),
         "transpose_jvp_attention_key_gradients__.1": schedule(300, None),
     }
-    # T = 1024 in tiles of 512: one tile is full, two are cut, one program has nothing to do.
+    # T = 1024 in tiles of 512: one tile is full, two are cut, and one program does nothing.
     expected = {"forward": 100 + 2 * 110, "dq": 200 + 2 * 220, "dkv": 3 * 300}
     expected = {name: 6 * (n + 2 * 30 + 4 * 2) for name, n in expected.items()}
     assert cost.cycles(call, schedules) == expected

@@ -1,4 +1,4 @@
-"""Tuning: which tiles are tried, what is timed once, what is refused, and the inputs of kernels."""
+"""Tuning: the tiles that are tried, what is timed once, refusals, and inputs of kernels."""
 
 import dataclasses
 import sys
@@ -72,7 +72,7 @@ def call(
 
 
 def abstract_inputs(of: Call) -> tuple[Any, Results]:
-    """The table's tiles, and shapes and dtypes of what the kernels take."""
+    """The table's tiles, with the shapes and dtypes of the kernels' inputs."""
     qkv = of.problem.abstract_inputs()
     sizes = of.module.table(qkv[0], of.spec)
     return sizes, jax.eval_shape(partial(of.module.inputs, spec=of.spec, sizes=sizes), *qkv)
@@ -95,7 +95,7 @@ def test_tiles_are_tried_once_and_the_tables_is_among_them(
 
 @pytest.mark.parametrize("preset", ["flash", "float32_output", "normalized_delta"])
 def test_tiles_of_head_size_256(preset: str) -> None:
-    """Two warpgroups share 64 keys; v may have fewer stages than k."""
+    """Two warpgroups share 64 keys, and v may have fewer stages than k."""
     of = call(preset, shape="long256")
     sizes = of.module.table(of.problem.abstract_inputs()[0], of.spec)
     for kernel in KERNELS:
@@ -136,7 +136,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("kernel", "row"), ROWS)
 def test_tiles_of_the_table_were_timed_where_it_says(kernel: str, row: dict[str, Any]) -> None:
-    """Also under the names that the fields of a tile had then."""
+    """Also by the earlier names of the fields of a tile."""
     tile, head_size = hopper.TILES[kernel](**row["tile"]), row["when"]["head_size"]
     sizes = {name: shape.head_size for name, shape in SHAPES.items()} | {"short128": 128}
     timed = [
@@ -144,7 +144,7 @@ def test_tiles_of_the_table_were_timed_where_it_says(kernel: str, row: dict[str,
         for record in read(RECORDS / row["record"])
         if record.get("kernel") == kernel and sizes[record["shape"]] == head_size
     ]
-    if row["record"].endswith(".ndjson"):  # of a script that is not kept, without fields
+    if row["record"].endswith(".ndjson"):  # the script is not kept and wrote no fields
         assert timed
         return
     assert any(hopper.tile_of(x) == tile and "seconds" in x for x in timed)
@@ -242,7 +242,7 @@ def test_what_a_kernel_does_not_see_is_not_in_its_program(kernel: str, other: Ca
     ids=["gpu", "hopper", "hopper, unordered"],
 )
 def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
-    """dK, dV and an unordered dQ, which rest on the results of the forward kernel and δ."""
+    """dK, dV and an unordered dQ, which need the forward kernel's results and δ."""
     module, spec = IMPLEMENTATIONS[name], call().spec
     arrays = harness.inputs(SQUARE)
     arrays["dlse"][:] = 0
@@ -275,7 +275,7 @@ def test_kernels_of_a_cure_get_what_they_take(preset: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Of a kernel that gives its input, the identity matrix, after `work` products; or a fault."""
+    """A kernel that returns its input, the identity matrix, after `work` products; or a fault."""
 
     work: int
     fault: str = ""
@@ -405,7 +405,7 @@ def test_what_has_no_sum_without_an_order_is_refused(
     ],
 )
 def test_the_tile_with_the_fullest_memory_compiles(kernel: str, of: Call) -> None:
-    """Without a GPU, see test_hopper_ptx.py."""
+    """Without a GPU, as in test_hopper_ptx.py."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
     head_size, stages = SHAPES[of.shape].head_size, range(1, 9)
 

@@ -1,4 +1,4 @@
-"""The page of the Hopper kernels has the times of its records."""
+"""The page of the Hopper kernels shows the times of its records."""
 
 import json
 import re

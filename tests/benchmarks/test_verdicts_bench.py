@@ -1,4 +1,4 @@
-"""Runs that are diagnosed before their explosion, and a text with random bytes in it."""
+"""Diagnosing runs before their explosion, and a text with random bytes in it."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_the_verdict_is_that_of_the_command(tmp_path, text):
 
 
 def test_a_run_that_went_back_is_refused(tmp_path, monkeypatch, capsys):
-    """Its metrics hold no explosion, so the steps before one would be those of another."""
+    """Its metrics hold no explosion, so the steps before one would belong to another run."""
     run = tmp_path / "work" / "a-seed1"
     run.mkdir(parents=True)
     went_back = {"to": 100, "onset": 250, "detected": 300, "skipped": 201, "reason": "excess"}

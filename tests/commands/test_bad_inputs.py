@@ -1,8 +1,8 @@
-"""What a new user may give a command by mistake or in malice: one line, exit code 1, nothing lost.
+"""What a new user may give a command, by mistake or in malice: one line, exit code 1, no loss.
 
-Each row of the table makes a place, names a command, and says the words of the line. The command
-ends with 1, says one line, and leaves every file that was there as it was. What is read of files
-instead of being refused stands in test_diagnose_masks.py and in tests/data/test_text_files.py.
+Each row of the table prepares files, names a command, and gives words of the error. The command
+must exit with 1, print one line, and leave every existing file as it was. test_diagnose_masks.py
+and tests/data/test_text_files.py test files that are read instead of refused.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ TINY = ["train", "--config=gpt2_bf16:tiny", "--workdir=run"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty directory to work in."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -44,7 +44,7 @@ def npz(name="a.npz", without=(), **arrays):
 
 
 def of(*words, **arrays):
-    """`diagnose` of a file with these arrays as well."""
+    """`diagnose` of a file with these arrays in addition."""
 
     def make():
         return ["diagnose", npz(**arrays), *words]
@@ -63,7 +63,7 @@ def link(name, target):
 
 
 def recorded(name="run", **json_files):
-    """A run directory, in which some JSON files are replaced."""
+    """A run directory in which some JSON files are replaced."""
     run = record_run(Path(name), [3.0, 2.9], {0: layers({}, {})}, {2: 2.8}, steps=2)
     for file, content in json_files.items():
         path = run.path / file.replace("__", ".")
@@ -84,7 +84,7 @@ def hugging_face(**fields):
 
 
 def header_of(dtype, shape, size):
-    """A safetensors file whose one array is of a format without a name in NumPy, or claims more."""
+    """A safetensors file with one array, whose format NumPy lacks or whose size is too large."""
     head = json.dumps({"q": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(head)) + head + bytes(min(size, 64))
 
@@ -136,7 +136,7 @@ def get_config(variant=""):
 """
 
 CASES = {
-    # Files: what hides or changes scores
+    # Files: values that hide or change scores
     "a bias in an npz": (of(bias=np.ones((1, 2, 32, 32))), "bias adds to the scores"),
     "a negative cap": (of(softcap=np.array(-1.0)), "must be greater than 0, or None for no cap"),
     "a sink too few": (of(sinks=np.ones(3, np.float32)), "sinks must be 2 numbers"),
@@ -144,7 +144,7 @@ CASES = {
         of("--numerics", "corrected_after_cast", softcap=np.array(30.0)),
         "no attention has delta=after_cast with logits_soft_cap=30.0",
     ),
-    # Files: no false cause
+    # Files: values that would suggest a false cause
     "a scale of NaN in a file": (of(scale=NAN), "scale must be a finite number, got nan"),
     "an infinite scale in a file": (of(scale=INF), "scale must be a finite number, got inf"),
     "a scale of 0 in a file": (of(scale=np.array(0.0)), "scale must not be 0"),
@@ -156,7 +156,7 @@ CASES = {
         lambda: ["diagnose", text("a.safetensors", header_of("F8_E4M3", [1, 8, 1, 8], 64))],
         "q is F8_E4M3, which is not read; save it as bfloat16",
     ),
-    # Nothing is written over what is read, or through what another has made
+    # Outputs never overwrite inputs and never follow what somebody else has made
     "JSON over the input": (lambda: ["diagnose", npz(), "--json", "a.npz"], "same command reads"),
     "HTML over the input": (lambda: ["diagnose", npz(), "--html", "./a.npz"], "same command reads"),
     "JSON over a hard link of the input": (
@@ -254,7 +254,7 @@ CASES = {
         lambda: [os.mkfifo("pipe"), *hugging_face()[:-1], "pipe"][1:],
         "there is no tensor|--text pipe: is not a file",
     ),
-    # Tracebacks, each a kind
+    # One case for each kind of traceback
     "a deep config": (lambda: config(DEEP), "config: its mappings are nested too deep"),
     "keys of two types": (lambda: config(MIXED), "keys of one mapping differ in type"),
     "sys.exit in a config": (
@@ -301,7 +301,7 @@ CASES = {
         lambda: ["report", recorded(metrics__jsonl='{"step": 0, "signals": {"layer_0": [3]}}')],
         "run holds metrics that no run wrote",
     ),
-    # Names that a terminal would obey
+    # Names that would control a terminal
     "a layer's name with escapes": (
         lambda: ["diagnose", npz(without="q", **{"\x1b[31mred\n\x9b/q": GOOD["q"]})],
         r"no array named k or key of \\x1b\[31mred\\n\\x9b; it holds \\x1b\[31mred\\n\\x9b/q",
@@ -310,7 +310,7 @@ CASES = {
 
 
 def contents():
-    """Of every file below the current directory; where a link leads."""
+    """The bytes of every file below the current directory, and the target of every link."""
     paths = sorted(p for p in Path().rglob("*") if p.is_symlink() or p.is_file())
     return {str(p): os.readlink(p) if p.is_symlink() else p.read_bytes() for p in paths}
 
@@ -323,7 +323,7 @@ def test_bad_input_is_one_line_and_costs_nothing(case, capsys):
     capsys.readouterr()
     assert main(argv) == 1
     err = capsys.readouterr().err
-    (line,) = [x for x in err.splitlines() if x and "tokenizing:" not in x]  # a bar of progress
+    (line,) = [x for x in err.splitlines() if x and "tokenizing:" not in x]  # not the progress bar
     assert re.match("error: ", line)
     assert re.search(words, line)
     assert line.isprintable()
@@ -358,7 +358,7 @@ def test_what_is_not_finite_is_told_and_nothing_that_depends_on_it(name, capsys)
     assert ("delta_error_rms" in measured) == (name not in ("q", "do"))
     assert "query_weight_gradient_error" not in measured
     for values in measured.values():
-        assert None not in values  # that is, NaN or infinity
+        assert None not in values  # None would stand for NaN or infinity
     assert "inf" not in text.replace("infinite", "")
 
 
@@ -395,7 +395,7 @@ def test_names_that_a_terminal_would_obey_are_escaped(capsys):
 
 @pytest.mark.parametrize("name", ["config.json", "out.json", ".out.json.tmp"])
 def test_no_planted_link_is_followed(here, monkeypatch, name):
-    """Whatever is written: the temporary name cannot be foreseen, and the last name is no link."""
+    """Nobody can foresee the temporary name, and a link at the final name is replaced."""
     mine = Path(text("mine", "mine"))
     for planted in (f"{name}.tmp", f".{name}.tmp", f"{name}~"):
         Path(planted).symlink_to(mine)
@@ -510,7 +510,7 @@ EXTRAS = (
 
 
 def test_help_needs_no_extra():
-    """In one process: every module of the package is imported anew, without what extras bring."""
+    """One process for all commands: it imports the package anew, without the extras' modules."""
     commands = [[name] for name in main_module._COMMANDS]
     commands += [["lab", action] for action in ("run", "collect", "report")]
     code = f"""

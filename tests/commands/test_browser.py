@@ -1,6 +1,6 @@
-"""The pages of HTML in Chromium: of a training run, of `diagnose`.
+"""The HTML pages of a training run and of `diagnose`, in Chromium.
 
-Their pictures stay in pytest's temporary directory (CONTRIBUTING.md).
+The screenshots stay in pytest's temporary directory (CONTRIBUTING.md).
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def shots(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(browser, text, compiled_once, tmp_path_factory):
-    """Path by name, and the sentences that each page must show."""
+    """The path of each page, by name, and the sentences that the page must show."""
     path = tmp_path_factory.mktemp("pages")
     trained, broken = path / "trained", path / "broken"
     run_here(trained, attention__implementation="tiled", data__path=text)
@@ -99,7 +99,7 @@ def test_a_page_loads_nothing_logs_nothing_and_fits(browser, pages, shots, name,
     assert len(shown) == len(sentences)
     assert all(words in text for words, text in zip(sentences, shown, strict=True))
     _, top, _, bottom = rectangles(browser, ".state")[0]
-    assert 0 < top < bottom < SCREEN  # seen without scrolling
+    assert 0 < top < bottom < SCREEN  # visible without scrolling
     unfold(browser)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     pixels = browser.screenshot(shots / f"{name}-{width}.png")
@@ -120,7 +120,7 @@ def test_figures_are_drawn_and_their_words_do_not_collide(browser, pages, shots,
         assert right - left > 350
         assert bottom - top > 150
         colors = pixels[top:bottom, left:right]
-        colored = np.ptp(colors, axis=-1) > 60  # curves; axes and words are grey
+        colored = np.ptp(colors, axis=-1) > 60  # curves have colour; axes and words are grey
         assert np.any(colored, axis=0).sum() > 50, f"figure {i} is empty"
     script = """[...document.querySelectorAll("figure svg")].map(svg => {
       const frame = svg.getBoundingClientRect();
@@ -144,7 +144,7 @@ def test_every_layer_has_its_curve(browser, pages):
 
 
 def _drawn(browser, figure, color):
-    """Whether a figure has a line of this colour: more than a mark."""
+    """Whether a figure has a line of this colour that is longer than a mark."""
     return browser.evaluate(
         f"""(svg => [...svg.querySelectorAll("path[style*='stroke: {color}']")].some(path =>
           path.getBoundingClientRect().width > 10)
@@ -188,7 +188,7 @@ def test_words_stand_out_in_light_and_dark(browser, pages, shots, name):
 
 
 def _styles(browser, name, *selectors):
-    """A computed style of the first element of each selector that the page has."""
+    """A computed style of the first element of each selector that the page contains."""
     script = """SELECTORS.map(selector => document.querySelector(selector)).filter(e => e)
       .map(e => getComputedStyle(e).NAME)"""
     return browser.evaluate(
@@ -197,7 +197,7 @@ def _styles(browser, name, *selectors):
 
 
 def _contrast(one, other):
-    """Of WCAG 2: 4.5 or more is asked of text."""
+    """The contrast ratio of WCAG 2, which requires 4.5 or more of text."""
     dark, light = sorted([_luminance(one), _luminance(other)])
     return (light + 0.05) / (dark + 0.05)
 

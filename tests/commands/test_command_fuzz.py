@@ -1,6 +1,6 @@
-"""Broken inputs of every command: one line and an exit code, and nothing that was there changes.
+"""Broken inputs of every command: one line, an exit code, and no change to existing files.
 
-`pytest tests/commands/test_command_fuzz.py --fuzz-seconds=600` goes on with further ones.
+`pytest tests/commands/test_command_fuzz.py --fuzz-seconds=600` goes on with more inputs.
 """
 
 import time
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from processes import command_fuzz
 
-# What is served computes, which takes a second; 1,783 in all, in about a minute of a core.
+# Few cases where a served input computes, for a second each. All 1,783 take about a minute of a
+# core.
 CASES = {
     "arrays": 30,
     "npz": 350,
@@ -27,7 +28,7 @@ CASES = {
 CHUNK = 50
 
 
-# Warnings are no errors, as in a process of its own: a doubtful layout of axes is served with one.
+# Warnings are not errors, as in a separate process: a doubtful layout of axes only gives a warning.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("command", "first"),

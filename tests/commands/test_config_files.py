@@ -1,4 +1,4 @@
-"""Config files and flags that cannot serve: one line, and what is possible."""
+"""Config files and flags that cannot serve: one line that tells what is possible."""
 
 import ast
 import re
@@ -85,9 +85,9 @@ def test_the_configs_import_nothing_of_the_library(path):
     imports = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "names")]
     names = [getattr(node, "module", None) or node.names[0].name for node in imports]
     assert {name.partition(".")[0] for name in names} <= {
-        *("copy", "pathlib", "runpy"),  # of Python
+        *("copy", "pathlib", "runpy"),  # in Python itself
         "ml_collections",
-        "jax",  # which tells whether there is an accelerator
+        "jax",  # to find out whether there is an accelerator
     }
 
 

@@ -1,9 +1,9 @@
-"""`lowprec-attn diagnose`: what it says on constructed inputs, what it reads, what it refuses.
+"""`lowprec-attn diagnose`: its verdicts on constructed inputs, what it reads, what it refuses.
 
-The predictions, made before the thresholds were tried: random arrays give no verdict; rows with
-repeated maxima over V of one sign per channel give coherent δ errors under `published` and not
-under `flash`; random signs of the rows of dO take that verdict away. Any of them failing would
-show the verdict to be wrong.
+These predictions were made before the thresholds were tried. Random arrays give no verdict. Rows
+with repeated maxima, and V of one sign per channel, give coherent δ errors under `published` but
+not under `flash`. Random signs of the rows of dO remove that verdict. If one failed, the verdict
+would be wrong.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
 
 def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path, capsys):
     code = run(save(tmp_path / "a.npz", paper_like_arrays()), "--json", tmp_path / "out.json")
-    assert code == 0  # which the sentence says
+    assert code == 0  # as the sentence says
     text = sentences(capsys.readouterr().out)
     assert text.startswith("No warning in 2 heads. Seen, but no warning by itself: coherence.\n")
     assert "head 1: under published the errors of δ have a persistent sign" in verdict_in(text)
@@ -100,7 +100,7 @@ def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path
 
     tables = [line for line in text.splitlines() if " | " in line]
     assert max(map(len, tables)) <= 120
-    assert len({line.index("|", 30) for line in tables}) == 1  # aligned
+    assert len({line.index("|", 30) for line in tables}) == 1  # columns are aligned
     heading, worst, *others = tables
     assert heading.split()[:3] == ["head", "numerics", "|score|"]
     assert worst.split()[:2] == ["1", "published"]
@@ -204,7 +204,7 @@ Q_K_V = ("q", "k", "v")
     [
         ((), "BTNH"),
         ((*Q_K_V, "do"), "BNTH"),
-        (Q_K_V, "BNTH,do=BTNH"),  # what attention functions of Hugging Face take and return
+        (Q_K_V, "BNTH,do=BTNH"),  # the layout of Hugging Face's attention functions
         (Q_K_V, "do=BTNH,BNTH"),
         (Q_K_V, "q=BNTH,k=BNTH,v=BNTH,do=BTNH"),
         (Q_K_V, "q=BNTH,k=BNTH,v=BNTH"),
@@ -269,7 +269,7 @@ def test_as_many_rows_as_heads_is_noted(tmp_path):
             "q, k, v, do: as many rows as heads, so that another order of these axes would not "
             f"show; read as --layout {says} says",
         )
-    np.savez(path, **arrays, layout=np.array("BTNH"))  # as a capture says
+    np.savez(path, **arrays, layout=np.array("BTNH"))  # as a capture records it
     assert array_file.load(path)[0].notes == ()
 
 
@@ -347,7 +347,7 @@ def test_a_file_of_another_user_is_to_be_made_readable(tmp_path, name, monkeypat
     path = tmp_path / name
     path.write_bytes(b"")
     path.chmod(0)
-    if os.access(path, os.R_OK):  # as root may
+    if os.access(path, os.R_OK):  # root may read it
 
         def refuse(*_, **__):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -374,7 +374,7 @@ def archive(member, method=zipfile.ZIP_STORED):
 
 
 def with_field(offset, value):
-    """An archive with another value in a field of all headers, local ones and the directory's."""
+    """An archive with bits set in a field of all headers, local ones and the directory's."""
     data = archive(npy())
     for signature, at in ((b"PK\x03\x04", offset), (b"PK\x01\x02", offset + 2)):
         place = data.find(signature)
@@ -438,7 +438,7 @@ def test_a_directory_and_a_single_array_are_refused(tmp_path):
 
 
 def several(path):
-    """Three layers: two of them quiet, one with a mark in its name that HTML would take."""
+    """A file of three layers, two of them quiet, one with `<b>` in its name, a tag in HTML."""
     layers = [{n: x[:, :32] for n, x in healthy_arrays(seed).items()} for seed in range(3)]
     layers[1]["q"] = layers[1]["q"] * 200
     names = ("a/layer_00", "a/layer_<b>", "a/layer_02")
@@ -473,7 +473,7 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
 
     html = page.read_text()
     assert "<b>" not in html
-    assert html.count("<tr>") == (1 + 6) + (1 + 4)  # heads, and what to do about the rate
+    assert html.count("<tr>") == (1 + 6) + (1 + 4)  # heads, and the actions about the rate
     assert html.count("a/layer_&lt;b&gt;") >= 3
     for sentence in (line.partition(": ")[2] for line in verdicts):
         assert escape(sentence) in html
@@ -483,7 +483,7 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
 
 
 def of_size(arrays, layers):
-    """Layers of 12 heads each, whose q is multiplied by what `layers` say."""
+    """Layers of 12 heads each, whose q is multiplied by the sizes `layers`."""
     return {
         f"layer_{number:02d}/{name}": np.repeat(x[:, :32], 6, 2) * (size if name == "q" else 1)
         for number, size in enumerate(layers)
@@ -503,7 +503,7 @@ def test_a_healthy_file_is_answered_by_its_first_line_alone(tmp_path, capsys):
 
 
 def test_what_is_printed_fits_a_terminal(tmp_path, capsys, monkeypatch):
-    """But for tables, which have their own width."""
+    """Except for tables, which have a width of their own."""
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", **of_size(healthy_arrays(), [1, 1, 1, 200, 1, 1]))
     np.savez("b.npz", **of_size(healthy_arrays(), [1, 2]))
@@ -514,7 +514,7 @@ def test_what_is_printed_fits_a_terminal(tmp_path, capsys, monkeypatch):
 
 
 def test_the_heads_nearest_to_trouble_stand_first(tmp_path, capsys):
-    """By scores, for errors are a large part of a gradient that is next to nothing itself."""
+    """Ranked by scores, because errors may be a large share of a gradient that is almost zero."""
     arrays = of_size(healthy_arrays(), [1, 6, 2])
     rng = np.random.default_rng(0)
     v = 1 + 1e-3 * rng.normal(size=arrays["layer_02/v"].shape)
@@ -550,7 +550,7 @@ def test_how_near_a_head_is_to_a_warning(signals, expected):
 @pytest.mark.parametrize("kind", sorted(ACTIONS))
 def test_every_warning_ends_in_an_action_for_both(kind):
     layer = Layer("a.npz", "layer_00", *[healthy_arrays()["q"]] * 3)
-    # Scores grow because of row sums or of δ; by themselves they are a cause of their own.
+    # Row sums or δ may make scores grow. Otherwise scores are a cause of their own.
     findings = (verdict.Finding(kind, "found"), verdict.Finding("scores", "found"))
     found = Examination(layer, {}, findings)
     assert ({*ACTIONS} | {"coherence", "none"}) == {*get_args(verdict.Kind)}
@@ -605,7 +605,7 @@ def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
 
 
 class Payload:
-    """Makes a directory when unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -651,7 +651,7 @@ def test_options_that_make_no_sense(tmp_path, options, message):
 
 
 def signals(heads=2, **changes):
-    """Quiet signals of 1024 rows, with some changed: name=(value of each head)."""
+    """Quiet signals of 1024 rows; `changes` replace some, with a value for each head."""
     result = {"score_maximum": 40.0, "query_gradient_error_relative": 0.01}
     result["p_row_sum_error_rms"] = 1e-6
     for name in ("unnormalized", "output", "delta"):
@@ -671,17 +671,17 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         ({SUMS: (0.02, 0.03)}, 1024, ["row_sums"], (1,)),
         ({SHARE: (0.5, 0.3)}, 1024, ["delta"], (0, 1)),
         ({SHARE: (0.29, 0.1)}, 1024, ["none"], ()),
-        # Where the gradient of W_Q is known, the share of dQ does not count.
+        # If the gradient of W_Q is known, its share counts instead of dQ's.
         ({SHARE: (0.5, 0.3), "query_weight_gradient_error_relative": (0, 0.2)}, 1024, ["none"], ()),
         # Scores of 128 occur in healthy runs.
         ({"score_maximum": (128, 511)}, 1024, ["none"], ()),
         ({"score_maximum": (1, 512)}, 1024, ["rate"], (1,)),
         ({"score_maximum": (1, 512), SHARE: (0.01, 0.2)}, 1024, ["scores"], (1,)),
         ({"score_maximum": (40, 512), SHARE: (0.4, 0)}, 1024, ["delta", "scores"], (0,)),
-        # A head that hardly tells its keys apart has hardly a gradient.
+        # A head that hardly tells its keys apart has almost no gradient.
         ({"score_maximum": (31, 40), SHARE: (0.9, 0)}, 1024, ["none"], ()),
         ({"score_maximum": (600, 512), SUMS: (0, 2)}, 1024, ["row_sums", "scores"], (1,)),
-        # l rounded makes O and δ wrong as well.
+        # A rounded l makes O and δ wrong as well.
         ({"score_maximum": (40, 512), SUMS: (0.05, 0), SHARE: (0.4, 0)}, 1024,
          ["row_sums", "delta", "scores"], (0,)),
         ({"score_maximum": (40, 512), SUMS: (0, 0.009)}, 1024, ["rate"], (1,)),
@@ -691,12 +691,13 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         ({"delta_error_coherence": (4.9, 1)}, 1024, ["none"], ()),
         ({"delta_error_coherence": (5, 9)}, 1024, ["coherence"], (1, 0)),
         ({"delta_error_coherence": (5, 9), SHARE: (0.3, 0)}, 1024, ["delta", "coherence"], (0,)),
-        # A twentieth of √n: 5.0 of 100 rows' 10, but not of a million rows' 1000.
+        # The rule also needs √n / 20: a coherence of 5.0 is enough for 10,000 rows, not for a
+        # million.
         ({"delta_error_coherence": (49, 1)}, 10**6, ["none"], ()),
         ({"delta_error_coherence": (50, 1)}, 10**6, ["coherence"], (0,)),
-        # As small as float32 rounding.
+        # As small as rounding errors of float32.
         ({"delta_error_coherence": (9, 1), "delta_error_rms": (9e-6, 1)}, 1024, ["none"], ()),
-        # With δ judged, a coherent Ō alone is no finding.
+        # If δ is judged, a coherent Ō alone is no finding.
         ({"unnormalized_error_coherence": (9, 1)}, 1024, ["none"], ()),
         ({"output_error_rms": (1, np.nan)}, 1024, ["non_finite"], (1,)),
         ({"delta_error_coherence": (np.nan, 1)}, 1024, ["non_finite"], (0,)),
@@ -705,7 +706,7 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         ({"unnormalized_error_rms": (1, np.nan)}, 1024, ["none"], ()),
         ({"output_error_rms": (1, np.nan), "score_maximum": (600, 1)}, 1024,
          ["non_finite", "scores"], (1,)),
-        # NaN is no share at all, and small scores do not make it one.
+        # NaN counts as a finding even where scores are small.
         ({SHARE: (0, np.nan)}, 1024, ["delta"], (1,)),
         ({SHARE: (0, np.nan), "score_maximum": (600, 1)}, 1024, ["delta", "scores"], (1,)),
     ],
@@ -762,7 +763,7 @@ def test_without_do_large_scores_stay_undecided():
 
 
 def captures(tmp_path, sizes):
-    """Files of three layers, the second with q multiplied by the size of its step."""
+    """Files of three layers; in each file q of the second layer is multiplied by another size."""
     paths = []
     for i, size in enumerate(sizes):
         arrays = {}
@@ -784,7 +785,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert told.startswith(f"{paths[0]} to {paths[4]}; this is no warning")
     assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
     assert "times their median) and its past at" in told
-    assert "W_Q" not in told  # which these captures do not hold
+    assert "W_Q" not in told  # these captures lack it
     assert f"In the lab, largest |score|: {QUANTITIES[0].worth}" in told
     report = json.loads(out.read_text())
     ((trend,), worst) = report["trend"], report["verdict"]
@@ -796,7 +797,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     values = np.array(scores["values"])
     assert scores["others"][4][1] == pytest.approx(values[4, 1] / values[4, [0, 2]].mean())
     assert escape("layer_1 left the other layers") in html.read_text()
-    # The same files without it: the same verdict and exit code, and nothing of a trend.
+    # Without the trend: the same verdict and exit code from the same files.
     assert run(*paths, "--numerics", "exact", "--json", out) == code
     assert "Trend" not in sentences(capsys.readouterr().out)
     assert json.loads(out.read_text()) | {"trend": [trend]} == report
@@ -901,7 +902,7 @@ def test_too_few_rows_are_said_to_be_too_few():
 
 
 def with_value(name, value, dtype=BFLOAT16):
-    """Healthy arrays as `diagnose` names them, with one entry changed."""
+    """Healthy arrays, as `diagnose` names them, with one entry changed."""
     arrays = {n: x[:, :32].astype(dtype) for n, x in healthy_arrays().items()}
     arrays[name][0, 3, 1, 2] = value
     return arrays
@@ -977,7 +978,7 @@ def test_a_gradient_of_zeros_is_not_taken_for_an_error(tmp_path, capsys):
 
 
 def test_random_signs_do_not_reach_the_threshold():
-    """The bound that COHERENCE stands on, with errors whose sizes differ by orders."""
+    """The bound behind COHERENCE, for errors whose sizes differ by orders of magnitude."""
     r = np.random.default_rng(0)
     sizes = np.exp(2 * r.standard_normal((4000, 300)))
     x = sizes * r.choice([-1, 1], sizes.shape)

@@ -33,7 +33,7 @@ IDS = np.random.default_rng(1).integers(0, VOCABULARY, CONTEXT + 5)
 
 
 def tensors(prefix=""):
-    """Random weights by the names of transformers; every bias and scale takes part."""
+    """Random weights under the names of transformers, in which every bias and scale matters."""
     rng = np.random.default_rng(0)
 
     def normal(*shape, mean=0.0, std=0.3):
@@ -59,7 +59,7 @@ def tensors(prefix=""):
 
 
 def forward(w, ids):
-    """Logits [T, V] and every layer's q [T, N, H] of GPT-2 as published, in float64."""
+    """Logits [T, V] and each layer's q [T, N, H] of GPT-2 as published, in float64."""
     w = {name: x.astype(np.float64) for name, x in w.items()}
 
     def linear(x, name):
@@ -87,7 +87,7 @@ def forward(w, ids):
 
 
 def logits(weights, ids, config=CONFIG, packed=False):
-    """Of our model in float32 with exact attention, [T, V]."""
+    """Logits [T, V] of this library's model in float32 with exact attention."""
     settings = hugging_face.model_settings(config, "float32")
     params = hugging_face.parameters(weights, settings)
     heads = group_heads([(EXACT, StandardMax())] * settings.heads)
@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
 def test_logits_are_those_of_the_published_model(packed):
     ids = IDS[:CONTEXT]
     expected, _ = forward(tensors(), ids)
-    # float32 sums of at most 64 terms, through 2 layers; zeroed biases are off by 1 and more.
+    # float32 sums of at most 64 terms, through 2 layers. Zeroed biases would be off by 1 or more.
     np.testing.assert_allclose(logits(tensors(), ids, packed=packed), expected, atol=2e-5)
 
 
@@ -122,7 +122,7 @@ def test_a_folder_is_examined_layer_by_layer(folder, capsys):
     assert [layer.name for layer in layers] == ["layer_00", "layer_01"]
     for layer, q in zip(layers, queries, strict=True):
         assert layer.q.shape == (1, CONTEXT, HEADS, WIDTH // HEADS)
-        # bfloat16 activations: 2⁻⁸ of every operand.
+        # bfloat16 activations round every operand by 2⁻⁸.
         np.testing.assert_allclose(layer.q[0].astype(np.float64), q, atol=0.05 * np.abs(q).max())
         assert np.any(layer.do) and layer.x.shape == (1, CONTEXT, WIDTH)
     assert main(["diagnose", str(folder), "--text", str(folder / "ids.npy")]) in (0, 3)

@@ -1,4 +1,4 @@
-"""Hugging Face folders of Llama and Qwen3: read, examined, written."""
+"""Hugging Face folders of Llama and Qwen3: reading, examining, writing."""
 
 import json
 
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def logits(settings, params, ids):
-    """Of our model in float32 with exact attention, [T, V]."""
+    """Logits [T, V] of this library's model in float32 with exact attention."""
     heads = group_heads([(EXACT, StandardMax())] * settings.heads)
     arithmetic = AttentionSettings(layers=(heads,) * settings.layers)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(settings, arithmetic, nnx.Rngs(0))))
@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_published_model(kind):
     config, ids = KINDS[kind], IDS[:CONTEXT]
     weights = tensors(config)
     expected, _ = forward(weights, ids, config)
-    # float32 sums of at most 40 terms, through 2 layers; without rotation they are off by 1.
+    # float32 sums of at most 40 terms, through 2 layers. Without rotation they would be off by 1.
     ours = logits(*read(config, weights), ids)
     np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
 
@@ -98,7 +98,7 @@ def test_a_folder_is_examined_layer_by_layer(tmp_path, capsys):
     _, queries = forward(tensors(QWEN3), IDS[:CONTEXT], QWEN3)
     for layer, q in zip(layers, queries, strict=True):
         assert layer.k.shape == (1, CONTEXT, 2, 8)
-        # bfloat16 activations: 2⁻⁸ of every operand.
+        # bfloat16 activations round every operand by 2⁻⁸.
         np.testing.assert_allclose(layer.q[0].astype(np.float64), q, atol=0.05 * np.abs(q).max())
     code = main(
         ["diagnose", str(tmp_path), f"--text={tmp_path / 'ids.npy'}", f"--json={tmp_path / 'json'}"]
@@ -106,7 +106,7 @@ def test_a_folder_is_examined_layer_by_layer(tmp_path, capsys):
     assert code in (0, 3)
     assert "layer_01" in capsys.readouterr().out
     measured = json.loads((tmp_path / "json").read_text())["layers"][1]["signals"]
-    # W_Q's gradient is known behind rotation and norm.
+    # The gradient of W_Q is known despite rotation and norm.
     assert all("query_weight_gradient_error_relative" in of for of in measured.values())
 
 

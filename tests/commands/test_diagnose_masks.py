@@ -1,4 +1,4 @@
-"""Masks, biases and lengths in the files of `diagnose`: read exactly, or refused by name."""
+"""Masks, biases and lengths in files of `diagnose`: read exactly, or refused by name."""
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ def load(tmp_path, found):
 
 
 def attention(q, k, v, seen):
-    """Float64 O [T, N, H] of one sequence; seen [T, S]."""
+    """O in float64, [T, N, H], of one sequence; seen: [T, S]."""
     s = np.einsum("tnh,snh->nts", q.astype(np.float64), k.astype(np.float64)) / np.sqrt(SIZE)
     s = np.where(seen, s, -np.inf)
     p = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -36,7 +36,7 @@ def attention(q, k, v, seen):
 def seen_by(layer):
     row, key = np.ogrid[: layer.q.shape[1], : layer.k.shape[1]]
     seen = np.ones((layer.q.shape[1], layer.k.shape[1]), bool)
-    if layer.is_causal or layer.is_causal is None:  # as `diagnose` takes it
+    if layer.is_causal or layer.is_causal is None:  # the default of `diagnose`
         seen &= key <= row
     if layer.window is not None:
         seen &= (key >= row - layer.window[0]) & (key <= row + layer.window[1])
@@ -44,7 +44,7 @@ def seen_by(layer):
 
 
 def assert_same_attention(found, layers, seen, real):
-    """Every real row of the file is in one layer, and has there the O that it had."""
+    """Checks that every real row of the file is in one layer, with the O that it had."""
     left = {(b, t) for b, t in zip(*np.nonzero(real), strict=True)}
     for layer in layers:
         for i in range(layer.q.shape[0]):
@@ -55,7 +55,7 @@ def assert_same_attention(found, layers, seen, real):
             for name in ("q", "do", "x"):
                 assert np.array_equal(getattr(layer, name)[i], found[name][b, rows])
             got = attention(layer.q[i], layer.k[i], layer.v[i], seen_by(layer))
-            with np.errstate(invalid="ignore"):  # rows of padding that see nothing
+            with np.errstate(invalid="ignore"):  # rows of padding may see nothing
                 wanted = attention(found["q"][b], found["k"][b], found["v"][b], seen[b])
             np.testing.assert_allclose(got, wanted[rows], rtol=1e-12)
             left -= {(b, t) for t in range(rows.start, rows.stop)}
@@ -91,7 +91,7 @@ def test_masks_are_cuts_with_the_same_attention(tmp_path, spelling, seed):
         of_real[:] = True
     seen &= of_real[:, None]
     at_rows = draw.choice(["all keys", "the same", "nothing"])
-    if at_rows == "all keys":  # as transformers has it, so that no row sees nothing
+    if at_rows == "all keys":  # as in transformers, so that every row sees a key
         seen |= ~of_real[:, :, None]
     elif at_rows == "nothing":
         seen &= of_real[:, :, None]
@@ -211,7 +211,7 @@ def test_shapes_that_fit_twice_are_refused(tmp_path):
 
 
 def test_of_other_rows_than_keys(tmp_path):
-    """Decoding: the last rows of a sequence. Array positions are none of the sequence."""
+    """Decoding the last rows of a sequence: array positions are not those of the sequence."""
     found = arrays(rows=4)
     layers = load(tmp_path, found | {"mask": SHIFTED})
     assert (layers[0].is_causal, layers[0].window) == (False, (3, ROWS - 4))

@@ -1,4 +1,4 @@
-"""`lowprec-attn diagnose` on a run directory: its checkpoint, its text, its own arithmetic."""
+"""`lowprec-attn diagnose` on a run directory, with its checkpoint, text and arithmetic."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ CHANGES = {"model__layers": 1, "attention__numerics": "published", "devices": 1}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, text):
-    """A run directory with a checkpoint of its initial parameters, and those."""
+    """A run directory with a checkpoint of its initial parameters, its settings and that state."""
     config = tiny_config(data__path=str(text), **CHANGES)
     settings = train_settings(config)
     program = make_program(settings, run_devices(settings))
@@ -56,12 +56,12 @@ def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"note: parameters of step {STEP}, the first sequence of the held-out text" in printed
     assert "note: the text is not that of the run" in printed
-    assert "δ share is of dQ" not in printed  # X is known
+    assert "δ share is of dQ" not in printed  # because X is known
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
     ids = open_corpus(settings.data).val.ids[: settings.model.context + 1].astype(np.int32)[None]
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     key = step_key(root_key(settings), jnp.int32(STEP))
-    # As a run compiles them: other options keep fewer roundings.
+    # Compiled as in a run, because other options keep fewer roundings.
     of_run = run_devices(settings).jit(make_signals(settings.model, settings.attention, steps.loss))
     signals, _ = of_run(state.params, ids[:, :-1], ids[:, 1:], key)
     measured = layer["signals"]["own numerics"]
@@ -73,7 +73,7 @@ def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
     path, *_ = made
     copy = RunDir(tmp_path / "run")
     shutil.copytree(path, copy.path)
-    assert run_layers.series(copy.path) is None  # it recorded nothing
+    assert run_layers.series(copy.path) is None  # the run recorded nothing
     scores = {step: [5.0, 6.0, 7.0] for step in (0, 100, 200, 300, 1400)}
     scores[1400] = [5.0, "nan", 700.0]
     lines = [
@@ -89,7 +89,7 @@ def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
     np.testing.assert_array_equal(
         series.values["score_maximum"], np.array([*scores.values()], float)
     )
-    assert run(copy.path) == 0  # the checkpoint alone decides
+    assert run(copy.path) == 0  # only the checkpoint counts
     text = sentences(capsys.readouterr().out)
     assert f"Trend over 5 measurements of {copy.path}, step 0 to step 1,400; this is no" in text
     assert "largest |score|: layer_02 left the other layers at step 1,400 (700, 140.0 times" in text
@@ -154,7 +154,7 @@ def test_a_run_is_diagnosed_as_it_was_at_an_earlier_step(made, tmp_path, capsys)
 def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     path, *_ = made
     own = run_layers.load(path)
-    (val,) = run_layers.load(path, text / "val.bin")  # the same text, named
+    (val,) = run_layers.load(path, text / "val.bin")  # the same text, by name
     assert val.notes == (f"parameters of step {STEP}, the first 33 tokens of {text}/val.bin",)
     np.testing.assert_array_equal(val.q, own[0].q)
     np.testing.assert_array_equal(val.do, own[0].do)
@@ -193,7 +193,7 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
 
 
 def test_a_config_without_the_text_it_trained_on(made, tmp_path):
-    """By hand; a run without a digest to compare with is measured on the text that is there."""
+    """Edited by hand. A run without a digest to compare is measured on the text that is there."""
     path, *_ = made
     copy = RunDir(tmp_path / "run")
     shutil.copytree(path, copy.path)

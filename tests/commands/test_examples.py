@@ -1,4 +1,4 @@
-"""The programs of docs/examples, by the lines of docs/diagnose.md, and that of docs/use.md."""
+"""The programs of docs/examples, run as docs/diagnose.md says, and the program of docs/use.md."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The notebooks of `colab/`, executed on the CPU at reduced size, and what they must look like."""
+"""The notebooks of `colab/`, executed on a CPU at reduced size, and rules for their form."""
 
 import ast
 import base64
@@ -25,7 +25,7 @@ def read(path):
 
 
 def code(path):
-    """The syntax tree of every code cell, magics as IPython translates them."""
+    """The syntax trees of the code cells, with magics translated as IPython does."""
     to_python = TransformerManager().transform_cell
     return [ast.parse(to_python(c.source)) for c in read(path).cells if c.cell_type == "code"]
 
@@ -65,7 +65,7 @@ def execute(name, directory, parameters, result, without=None):
 
 
 def check_figures(figures, count):
-    """There are as many as expected, and something is drawn in each: axes alone have no colour."""
+    """Checks the number of figures, and that each draws something, because axes have no colour."""
     assert len(figures) == count
     for figure in figures:
         assert len(figure) < FIGURE_BYTES
@@ -89,7 +89,7 @@ def test_the_failure_in_one_row(tmp_path):
     check_figures(figures, 6)
     assert result["rounded"] == -4.71875
     biased, random_residue, below_one = result["means"]
-    assert 0.8 * 2**-7 < biased < 2**-7  # half a spacing in every second sum, less the residue
+    assert 0.8 * 2**-7 < biased < 2**-7  # half a spacing in every second sum, minus the residue
     assert max(abs(random_residue), abs(below_one)) < 2**-7 / 10
     assert result["same_row"] == 1.0
     probe, *others = map(abs, result["walks"])
@@ -102,7 +102,7 @@ def test_the_failure_in_one_row(tmp_path):
 
 @pytest.mark.slow
 def test_what_the_row_does_to_training(tmp_path):
-    """One seed, cut short: the scores have left, and the loss follows 160 to 470 steps later."""
+    """One seed, cut short when scores have left; the loss would follow 160 to 470 steps later."""
     figures, result = execute(
         "failure_in_one_row.ipynb",
         tmp_path,
@@ -140,7 +140,7 @@ def test_train_gpt2(tmp_path, text):
         assert steps_seen == list(range(steps))
         assert losses[-1] < losses[0]
     first, first_fixed = standard["losses"][1][0], fixed["losses"][1][0]
-    assert first == pytest.approx(first_fixed, rel=1e-3)  # the same parameters and batch
+    assert first == pytest.approx(first_fixed, rel=1e-3)  # with the same parameters and batch
     assert standard["scores"][0] == [0, 3, 6]
     assert min(standard["scores"][1]) > 0
     for name in ("standard", "dynamic_max"):
@@ -176,7 +176,7 @@ def test_own_flax_model(tmp_path):
 
 
 def is_logic(statement):
-    """Neither an import, nor the head of a function or class, nor a docstring."""
+    """Whether a statement is no import, head of a function or class, or docstring."""
     named = isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
     text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return not (named or text)

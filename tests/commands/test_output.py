@@ -1,4 +1,4 @@
-"""Output that ends, and Ctrl-C: the command goes on to its results, with one line at most."""
+"""After its output ends, or Ctrl-C, a command goes on to its results, with at most one line."""
 
 import errno
 import functools
@@ -17,7 +17,7 @@ from lowprec_attn.commands.main import main
 
 
 class Ended(io.StringIO):
-    """A stream that refuses, at once or when it is flushed, as a buffered one does."""
+    """A stream that refuses at once, or when it is flushed, as a buffered stream does."""
 
     def __init__(self, code, method):
         super().__init__()
@@ -37,7 +37,7 @@ class Ended(io.StringIO):
 
 
 def run_with(monkeypatch, act, out, err=None):
-    """The exit code of a command that does `act`."""
+    """The exit code of a command that performs `act`."""
     monkeypatch.setattr(report, "run", lambda args: act())
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
@@ -92,7 +92,7 @@ def test_a_command_runs_without_streams(monkeypatch):
 
 
 def test_the_pipe_of_a_process_may_be_closed(monkeypatch):
-    """What the stream still held when its pipe was closed must not fail at the end of Python."""
+    """Data left in the stream when its pipe was closed must not raise an error at Python's exit."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as out:
@@ -102,12 +102,13 @@ def test_the_pipe_of_a_process_may_be_closed(monkeypatch):
 def test_an_interrupt_is_an_exit_code(monkeypatch):
     err = io.StringIO()
 
-    # Also where the tests were started with SIGINT ignored, as by nohup.
+    # Works also if the tests were started with SIGINT ignored, as by nohup.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         act = functools.partial(signal.raise_signal, signal.SIGINT)
         assert run_with(monkeypatch, act, io.StringIO(), err) == 130
-        # The next one ends the process at once: Python would show where its threads were.
+        # Another Ctrl-C ends the process at once, so that Python prints no tracebacks of its
+        # threads.
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
@@ -118,12 +119,12 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys):
     assert main(["report", "x" * 300]) == 1
     assert capsys.readouterr().err.endswith(f"{'x' * 300}/metrics.jsonl: File name too long\n")
     monkeypatch.setattr(report, "run", lambda args: os.close(10**6))
-    with pytest.raises(OSError, match="Bad file descriptor"):  # no file's name: our own fault
+    with pytest.raises(OSError, match="Bad file descriptor"):  # no file's name, so it is a bug
         main(["report", "runs/mine"])
 
 
 def test_an_interrupt_while_jax_compiles_ends_the_process(tmp_path):
-    """With the threads of its compiler at work, JAX 0.10 crashes where Python is taken down."""
+    """While compiler threads are at work, JAX 0.10 would crash at Python's exit."""
     rng = np.random.default_rng(0)
     shape, names = (2, 256, 4, 64), ("q", "k", "v", "do")
     arrays = {name: rng.standard_normal(shape, np.float32) for name in names}
@@ -137,7 +138,7 @@ def test_an_interrupt_while_jax_compiles_ends_the_process(tmp_path):
     ) as process:
         lines = iter(process.stderr.readline, "")
         assert any("Compiling jit(_signals)" in line for line in lines)
-        time.sleep(0.3)  # of a second or two
+        time.sleep(0.3)  # of the second or two that it compiles
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130

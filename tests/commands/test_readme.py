@@ -1,4 +1,4 @@
-"""The commands of README, docs/train.md and docs/exploded.md: each is one that can be typed."""
+"""The commands of README, docs/train.md and docs/exploded.md work as they are written."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ OTHER = [c[1:] for c in COMMANDS if c[:1] == ["lowprec-attn"]]
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """The arguments of a command that is parsed, but not run."""
+    """Returns a function that parses a command without running it, and returns its arguments."""
 
     def parse(words):
         found = []
@@ -42,7 +42,7 @@ def test_there_are_commands_of_both_kinds():
 
 
 def test_every_training_is_one_that_can_start(parsed):
-    """Config, fields and values are right; what a run reads, an earlier command has made."""
+    """Config, fields and values are valid, and an earlier command makes what a run reads."""
     made = set()
     for words in [*OTHER, *TRAIN]:
         if words[0] == "prepare":
@@ -66,7 +66,7 @@ def test_every_experiment_is_one_that_can_start(parsed):
 
 
 def test_every_diagnosis_is_one_that_can_start(parsed):
-    """A run that it looks at is one that an earlier command has made."""
+    """An earlier command makes the run that it examines."""
     made = {word.partition("=")[2] for words in TRAIN for word in words if "workdir=" in word}
     sources = [p for words in OTHER if words[0] == "diagnose" for p in parsed(words).source]
     assert {str(path) for path in sources if path.suffix != ".npz"} == {"runs/mine"} <= made
@@ -75,7 +75,7 @@ def test_every_diagnosis_is_one_that_can_start(parsed):
 
 @pytest.mark.slow
 def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
-    """The commands about one text, in their order, on a small model."""
+    """The commands about one text run in order, on a small model."""
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a line of text\n" * 300)
@@ -83,7 +83,7 @@ def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
         if words[0] == "prepare":
             texts = [str(path) for path in tmp_path.glob("*.txt")]
             assert main([w for word in words for w in (texts if word == "*.txt" else [word])]) == 0
-    # All sizes but the number of steps, which the page sets itself.
+    # All sizes except the number of steps, which the page sets.
     small = ["--config.devices=1"]
     small += [f"--config.{name}={value}" for name, value in TINY.items() if name != "steps"]
     about_it = [words for words in TRAIN if "--config.data.path=data/mine" in words]

@@ -1,4 +1,4 @@
-"""The input pipeline: batches, their iterator's state, validation windows, shards."""
+"""The input pipeline: batches, the state of their iterator, validation windows, shards."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_state_round_trips_through_json(tokens, order, taken):
 
     fresh = train_iterator(tokens, CONTEXT, order)
     fresh.set_state(state)
-    iterator.set_state(state)  # back, past batches that were read ahead
+    iterator.set_state(state)  # goes back, past batches that were read ahead
     for batch in expected:
         assert_equal(next(fresh), batch)
         assert_equal(next(iterator), batch)
@@ -106,7 +106,7 @@ def test_shards_share_every_micro_batch(tokens, order):
         next(train_iterator(tokens, CONTEXT, order, shard=ShardOptions(i, 2), parts=2))
         for i in range(2)
     ]
-    rows = [np.array([[0], [2]]), np.array([[1], [3]])]  # of micro-batches [0, 1] and [2, 3]
+    rows = [np.array([[0], [2]]), np.array([[1], [3]])]  # rows of micro-batches [0, 1] and [2, 3]
     for part, own in zip(parts, rows, strict=True):
         np.testing.assert_array_equal(part["inputs"], whole["inputs"][0, own])
         np.testing.assert_array_equal(part["starts"], whole["starts"])

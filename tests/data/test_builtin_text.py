@@ -1,4 +1,4 @@
-"""The built-in text: real, the same every time, and nothing held out is trained on."""
+"""The built-in text is real and always the same, and nothing held out is trained on."""
 
 import hashlib
 import sys
@@ -62,7 +62,7 @@ def test_documents_end_with_256_and_repeats_are_dropped():
 def test_what_is_held_out_does_not_depend_on_the_other_documents():
     names = [f"m{i:02}" for i in range(60)]
     held_out = {n for n in names if builtin_text.build({n: "text"}).val.count}
-    assert held_out == {"m04", "m20", "m28"}  # in every process, on every machine
+    assert held_out == {"m04", "m20", "m28"}  # the same in every process on every machine
     together = builtin_text.build({n: f"text of {n}" for n in names})
     assert {n for n in names if f"text of {n}\n" in text_of(together.val)} == held_out
 

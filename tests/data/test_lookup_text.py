@@ -5,14 +5,14 @@ from lowprec_attn.data import lookup_text
 
 def test_half_of_the_tokens_repeat_the_one_two_places_before():
     ids = lookup_text.build(100_000, seed=1)
-    # A fresh token repeats it by chance, once in `SYMBOLS` times.
+    # A fresh token repeats it by chance with probability 1 / `SYMBOLS`.
     expected = lookup_text.REPEATED + (1 - lookup_text.REPEATED) / lookup_text.SYMBOLS
     assert abs(np.mean(ids[2:] == ids[:-2]) - expected) < 0.01
     assert abs(np.mean(ids[1:] == ids[:-1]) - 1 / lookup_text.SYMBOLS) < 0.005
 
 
 def test_a_token_alone_says_nothing():
-    """Every symbol is as frequent as any other, so that the unigram loss is log SYMBOLS."""
+    """All symbols are equally frequent, so the unigram loss is log SYMBOLS."""
     counts = np.bincount(lookup_text.build(200_000, seed=2), minlength=lookup_text.SYMBOLS)
     assert len(counts) == lookup_text.SYMBOLS
     assert counts.min() > 0.8 * counts.mean()

@@ -1,4 +1,4 @@
-"""The batch order: a pure function of seed and step, and its record."""
+"""The order of batches is a pure function of seed and step; and the record of the order."""
 
 import hashlib
 import resource
@@ -19,7 +19,7 @@ def path(tmp_path):
 
 
 def test_the_order_never_changes():
-    # Runs are resumed and compared across versions: a new value here breaks all of them.
+    # Runs are resumed and compared across versions. A new value here would break all of them.
     starts = SeededOrder(42, 4, 1000, 16)(7)
     assert starts.tolist() == GOLDEN and starts.dtype == np.int64
 
@@ -31,12 +31,13 @@ def test_every_step_and_seed_draws_anew():
 
 
 def test_starts_are_uniform_over_all_windows():
-    token_count, context = 24, 16  # 8 windows: starts 0 to 7
+    token_count, context = 24, 16  # 8 windows with starts 0 to 7
     order = SeededOrder(0, 100, token_count, context)
     drawn = np.concatenate([order(step) for step in range(80)])
     counts = np.bincount(drawn)
     assert len(counts) == token_count - context
-    # 8000 draws over 8 bins: 1000 each, standard deviation 30; six of them.
+    # 8000 draws over 8 bins: 1000 per bin, with a standard deviation of 30. The limit is six of
+    # them.
     assert np.abs(counts - 1000).max() < 180
 
 
@@ -74,7 +75,7 @@ def test_truncate_keeps_the_first_steps(path, steps, tail):
     path.write_text("1,2\n3,4\n5,6\n" + tail)
     record = OrderRecord(path)
     record.truncate(steps)
-    assert path.read_text() == "1,2\n3,4\n5,6\n" + tail  # as long as nothing is to follow
+    assert path.read_text() == "1,2\n3,4\n5,6\n" + tail  # nothing is removed until more is written
     record.flush()
     assert path.read_text() == "".join(["1,2\n", "3,4\n", "5,6\n"][:steps])
     record.append(steps, np.array([7, 8]))

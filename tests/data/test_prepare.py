@@ -1,4 +1,4 @@
-"""`lowprec-attn prepare`: from text to token files that load."""
+"""`lowprec-attn prepare` makes token files that load."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def run(*arguments):
 
 
 def byte_documents(ids):
-    """The texts between the end-of-text ids; the last id must be one."""
+    """The texts between end-of-text ids; checks that the last id is one."""
     assert ids[-1] == 256
     ends = np.flatnonzero(ids == 256)
     return [bytes(part[part < 256].astype(np.uint8)).decode() for part in np.split(ids, ends)[:-1]]
@@ -45,7 +45,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def line(tmp_path):
-    """A document that cannot be cut."""
+    """A document of one line, which cannot be split."""
     path = tmp_path / "line.txt"
     path.write_text("a single line\n")
     return path
@@ -158,7 +158,7 @@ def test_what_was_there_before_a_failure_stays(out, line):
 def test_files_of_one_line_each_are_in_both_splits(out, tmp_path, count, fraction, seed):
     paths = [tmp_path / f"{number}.txt" for number in range(count)]
     for path in paths:
-        path.write_text(path.stem)  # without an end of line, too
+        path.write_text(path.stem)  # without a newline at its end
     options = ("--tokenizer", "bytes", "--val-fraction", fraction, "--seed", seed)
     run(out, "--text", *paths, *options)
     corpus = tokens.load(out, verify=True)

@@ -1,4 +1,4 @@
-"""Text files: what is read of each, and what is refused."""
+"""Text files: what is read from each, and what is refused."""
 
 import functools
 import gzip
@@ -30,7 +30,7 @@ def parquet(texts):
 
 
 def read(tmp_path, content):
-    """The documents of a file without a telling name."""
+    """The documents of a file whose name does not tell its format."""
     path = tmp_path / "file"
     path.write_bytes(content)
     source = documents.text_files([path])
@@ -54,7 +54,7 @@ def test_packed_text_is_read_as_what_it_holds(tmp_path, packed, mark):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
 def test_rows_are_read_as_a_data_set(tmp_path, name):
-    """As the refusal of such a text advises; empty texts are no documents."""
+    """As the refusal of such a text advises. Empty texts do not count as documents."""
     content = parquet([*TEXTS, None, " "]) if name == "rows.parquet" else JSONL
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     kind = "parquet" if name == "rows.parquet" else "json"
@@ -108,7 +108,7 @@ def test_a_row_whose_text_is_none_is_refused(text, words):
         list(documents._document(text, "data set 'mine'"))
 
 
-# Whole, or not there.
+# A prepared directory is complete, or it does not exist.
 
 
 def prepared(out, texts, seed=0):
@@ -201,7 +201,7 @@ def bare(tmp_path, content):
     [
         (GPT2.astype("<u4").tobytes(), "uint32 or int32 ids"),
         (2 * GPT2.astype("<u4").tobytes()[:400], "uint32 or int32 ids"),
-        ((GPT2 * 20).astype("<u4").tobytes(), "uint32 or int32 ids"),  # of a large vocabulary
+        ((GPT2 * 20).astype("<u4").tobytes(), "uint32 or int32 ids"),  # from a large vocabulary
         (GPT2.astype("<i8").tobytes(), "uint64 or int64 ids"),
         (b"\x93NUMPY" + bytes(122) + GPT2.astype("<u2").tobytes(), r"a NumPy file \(.npy\)"),
         (gzip.compress(GPT2.astype("<u2").tobytes(), mtime=0), "gzip"),

@@ -1,4 +1,4 @@
-"""The tokenizers, on a vocabulary of 256 bytes and two merges."""
+"""The tokenizers, with a vocabulary of 256 bytes and two merges."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ from lowprec_attn.data.tokens import DataError
 
 @pytest.fixture(autouse=True)
 def vocabulary(monkeypatch):
-    """What tiktoken would download: all bytes, then "t"+"h" and "th"+"e"."""
+    """Stands in for tiktoken's download: all bytes, then "t"+"h" and "th"+"e"."""
     symbols = [*(bytes([b]) for b in range(256)), b"th", b"the"]
     ranks = {symbol: rank for rank, symbol in enumerate(symbols)}
     encoding = tiktoken.Encoding(
@@ -52,7 +52,7 @@ def test_prepare_writes_its_ids_and_end_of_text(tmp_path):
     arguments = [tmp_path / "out", "--text", *paths]
     prepare.run(parser.parse_args([*map(str, arguments), "--val-fraction=0.5"]))
     corpus = tokens.load(tmp_path / "out", verify=True)
-    # "the", then " the", whose space does not merge here.
+    # "the", then " the", in which the space does not merge.
     assert corpus.train.ids.tolist() == corpus.val.ids.tolist() == [257, 32, 257, 258] * 10
     assert (corpus.train.tokenizer, corpus.train.vocabulary) == ("gpt2", 259)
 

@@ -1,4 +1,4 @@
-"""Token files: what loads, and what each kind of damage is told."""
+"""Token files: what loads, and the message for each kind of damage."""
 
 import errno
 import hashlib
@@ -124,7 +124,7 @@ def test_a_file_is_hashed_once(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_written_is_hashed_every_time(tmp_path):
     directory = write_prepared(tmp_path / "data")
-    (directory / ".train.bin.sha256").mkdir()  # root may write anywhere, but not this
+    (directory / ".train.bin.sha256").mkdir()  # not even root can write over a directory
     assert tokens.load(directory).train.sha256 == tokens.load(directory).train.sha256
 
 
@@ -206,7 +206,7 @@ def test_id_beyond_the_vocabulary(monkeypatch):
     split(ids, vocabulary=301).require(context=8, vocab_size=301)
     with pytest.raises(DataError, match=r"token id 256 at position 57, beyond the model's .* 256:"):
         split(ids, vocabulary=301).require(context=8, vocab_size=256)
-    # Noticed only when the unigram model is counted, it would cost the whole training.
+    # If only the count of the unigram model noticed it, a whole training would be lost.
     with pytest.raises(DataError, match=r"token id 300 at position 80, beyond the 300 of its tok"):
         split(ids, vocabulary=300).require(context=8, vocab_size=400)
 
@@ -221,7 +221,7 @@ def test_a_corpus_checks_both_splits():
 
 
 def test_unigram_loss_by_hand(monkeypatch):
-    # Counts 3, 1, 0 of a vocabulary of 3; add one: 4/7, 2/7, 1/7.
+    # Counts 3, 1, 0 for a vocabulary of 3. Adding one gives 4/7, 2/7, 1/7.
     train, val = split([0, 0, 1, 0], vocabulary=3), split([0, 1, 2, 2], vocabulary=3)
     expected = -(math.log(4 / 7) + math.log(2 / 7) + 2 * math.log(1 / 7)) / 4
     assert tokens.unigram_loss(train, val) == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The table of tile sizes: every request finds tiles, and device kinds find their table."""
+"""The table of tile sizes: every request gets tiles, and every device kind finds its table."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_kinds_are_found_by_the_beginning_of_their_names() -> None:
 
 
 def test_keys_per_step_of_the_forward_kernel_do_not_depend_on_the_length() -> None:
-    """They are arithmetic: a longer sequence must not be computed otherwise for that alone."""
+    """They belong to the arithmetic, which must not change just because a sequence is longer."""
     for kind in KINDS:
         for head_size in (32, 64, 128, 256):
             steps = {

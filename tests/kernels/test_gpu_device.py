@@ -1,4 +1,4 @@
-"""The compiled GPU kernels on a device: the table that `record_gpu.py` also writes down.
+"""The compiled GPU kernels on a device: the table of checks that `record_gpu.py` also records.
 
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 pytest -m gpu -n 8 --dist=load tests/kernels/test_gpu_device.py

@@ -1,4 +1,4 @@
-"""What the GPU kernels alone do, in the interpreter; see `test_kernels.py` for the rest."""
+"""What only the GPU kernels do, in the interpreter; see `test_kernels.py` for the rest."""
 
 import harness
 import numpy as np

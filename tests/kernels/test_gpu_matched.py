@@ -1,7 +1,7 @@
 """`matched` in the GPU kernels: one P̄ in both passes, whatever their tiles, steps and products.
 
-dK and dV's kernel forms S transposed. Where keys have a feature that is 1, dQ along it is the sum
-of a row of dS: before the cast, where `ds` is float32.
+The kernel of dK and dV forms S transposed. If a feature is 1 in all keys, dQ along it is the sum of
+a row of dS: before the cast, if `ds` is float32.
 """
 
 import functools
@@ -31,7 +31,7 @@ ROWS, SIZE = 70, 16
 
 
 def inputs(largest: float) -> tuple[np.ndarray, ...]:
-    """q k v do [1, T, 2, H] in bfloat16; the first feature of k is 1 and adds nothing to scores."""
+    """q k v do, bfloat16 [1, T, 2, H]; the first feature of k is 1 and adds nothing to scores."""
     r = np.random.default_rng(0)
     q, k, v, do = (r.standard_normal((1, ROWS, 2, SIZE)) for _ in range(4))
     q[..., 0], k[..., 0] = 0, 0
@@ -47,7 +47,7 @@ def query_gradient(q: Any, k: Any, v: Any, do: Any, *, spec: Spec) -> jax.Array:
 
 
 def row_sums(largest: float, num: Numerics, sizes: Any) -> tuple[float, float]:
-    """RMS over rows of Σ dS, and of Σ P |dO v|: bounds of what its terms may leave."""
+    """The RMS over rows of Σ dS, and of Σ P |dO v|, which bounds what rounding may leave of it."""
 
     spec = Spec(
         numerics=num.replace(ds="float32", kv_block=16),
@@ -64,7 +64,7 @@ def row_sums(largest: float, num: Numerics, sizes: Any) -> tuple[float, float]:
     return tuple(float(np.sqrt(np.mean(x**2))) for x in (sums, size))
 
 
-# The two differ in what is saved of O, which does not know how large the scores were.
+# The two presets differ in how O is saved, whose error does not depend on the size of the scores.
 @pytest.mark.parametrize(
     ("name", "largest"),
     [

@@ -1,4 +1,4 @@
-"""Row-max rules as the GPU kernel calls them: in its units of score, with its own test for ties."""
+"""Row-max rules as the GPU kernel applies them: in its units of score, with its own tie test."""
 
 import functools
 import re
@@ -28,7 +28,7 @@ RULES: dict[str, RowMax] = {
 
 
 def many_ties() -> np.ndarray:
-    """Scores of steps that repeat, or lie 1e-3 or an ulp apart, where a tolerance decides."""
+    """Scores that repeat within a step, or lie 1e-3 or an ulp apart, where a tolerance decides."""
     rng = np.random.default_rng(0)
     s = rng.integers(-6, 7, (ROWS, KEYS)) * rng.choice([0.5, 1, 9], (ROWS, 1))
     s = (s + rng.choice([0.0, 0.0, 1e-3, 2e-3], s.shape)).astype(np.float32)
@@ -39,7 +39,7 @@ def many_ties() -> np.ndarray:
 
 
 def masked(s: np.ndarray) -> np.ndarray:
-    """With some rows masked in part and some wholly."""
+    """A copy of the scores with some rows masked in part and some in full."""
     s = s.copy()
     s[::7, 3:] = MASKED
     s[::11] = MASKED
@@ -47,7 +47,7 @@ def masked(s: np.ndarray) -> np.ndarray:
 
 
 def running_max(rule: RowMax, s: np.ndarray, unit: float) -> np.ndarray:
-    """The rule after a running maximum of −3, on scores s that it is given in units of `unit`."""
+    """The rule's maximum after a running maximum of −3, with scores s in units of `unit`."""
     in_units = masked(s / np.float32(unit))
     r_m, m_prev = in_units.max(-1, keepdims=True), np.full((ROWS, 1), -3 / unit, np.float32)
     m = np.asarray(
@@ -57,7 +57,7 @@ def running_max(rule: RowMax, s: np.ndarray, unit: float) -> np.ndarray:
 
 
 def defined(rule: RowMax, s: np.ndarray) -> np.ndarray:
-    """The rule itself."""
+    """The rule by its definition."""
     return np.asarray(jax.jit(rule)(masked(s), np.full((ROWS, 1), -3, np.float32)))
 
 
@@ -71,26 +71,27 @@ def test_units_that_are_powers_of_two_do_not_change_a_bit(rule: RowMax) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_other_units_change_roundings_only(rule: RowMax) -> None:
     unit = float(np.float32(80**-0.5))
-    # Integers in that unit: no rounding makes or undoes a tie, or crosses a tolerance.
+    # In that unit scores are integers, so no rounding creates or removes a tie or crosses a
+    # tolerance.
     s = np.rint(many_ties()) * np.float32(unit)
-    # s / unit, r_m, β·r_m or the shift, their sum and m · unit round once each.
+    # s / unit, r_m, β·r_m or the shift, their sum and m · unit are each rounded once.
     np.testing.assert_allclose(running_max(rule, s, unit), defined(rule, s), rtol=2.0**-21)
 
 
 def many_distances() -> np.ndarray:
-    """S − r_m of such steps, as kernels have them."""
+    """S − r_m for scores of such steps, as kernels form it."""
     s = masked(many_ties())
-    s[:4, 1:] = s[:4, :1] - 1  # a maximum alone on the left, and on the right
+    s[:4, 1:] = s[:4, :1] - 1  # a single maximum on the left, and on the right
     s[2:4, -1] = s[2:4, 0] + 1
     below = s - s.max(-1, keepdims=True)
-    # Scores of −inf, above a bounded r_m: no rule asks for these rows, but a word that counts one
-    # of them, in its lower half or its upper one, counts the row 8 above or below, too.
+    # An S of −inf minus an r_m that is bounded from below. No rule asks for these rows. But a word
+    # that counts one of them, in its lower or upper half, also counts the row 8 above or below.
     below[16:20] = below[40:44] = -np.inf
     return below
 
 
 def check_repeated(repeated: np.ndarray, below: np.ndarray, tolerance: float) -> None:
-    """That these are the rows with repeated maxima, of those that a rule asks for."""
+    """Checks that the rows with repeated maxima are found, among those that a rule asks for."""
     asked = np.isfinite(below).any(-1)
     expected = np.asarray(row_max.is_repeated(jnp.asarray(below), tolerance))
     assert 0 < expected.mean() < 1
@@ -98,10 +99,10 @@ def check_repeated(repeated: np.ndarray, below: np.ndarray, tolerance: float) ->
 
 
 def execute(text: str, constraints: str, *args: jax.Array, dtype: type, pack: int = 1) -> jax.Array:
-    """The PTX that counts negative numbers, for every place of the arrays, in NumPy.
+    """Executes the PTX that counts negative numbers, in NumPy, for every element of the arrays.
 
-    A thread is given `pack` places of an array at a time: one, or those in rows i and i + 8 of
-    sixteen, as a tensor-core product leaves them to it.
+    A thread receives `pack` elements of an array at a time: one, or the elements in rows i and i +
+    8 of sixteen, as a tensor-core product distributes them.
     """
     assert constraints.split(",") == ["=r"] * pack + ["r"] * pack * len(args)
     shape = args[0].shape
@@ -125,7 +126,7 @@ def execute(text: str, constraints: str, *args: jax.Array, dtype: type, pack: in
             case "popc.b32", [word]:
                 value[operands[0]] = np.bitwise_count(word)
             case "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc", [_, _, _, *x]:
-                # Rows of A are words of four threads; every column of B is that of ones.
+                # A row of A is the words of four threads; every column of B is the same, all ones.
                 first, second, ones, start, *_ = x
                 for name, word in ((operands[0], first), (operands[2], second)):
                     count = np.bitwise_count(word & ones).sum(-1, keepdims=True)
@@ -177,7 +178,7 @@ def test_kernels_find_the_same_ties(tolerance: float) -> None:
 @pytest.mark.parametrize("keys", [16, 64, 128])
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
 def test_warps_find_the_same_ties_in_a_product(tolerance: float, keys: int) -> None:
-    """As in a kernel of attention: the product decides which thread holds which scores."""
+    """As in a kernel of attention, where the product decides which thread holds which scores."""
     rng = np.random.default_rng(0)
     q = rng.integers(-1, 2, (ROWS, 16)) * rng.choice([0.25, 1, 3], (ROWS, 1))
     k = rng.integers(-1, 2, (keys, 16)) + rng.choice([0, 0, 0, 2.0**-9], (keys, 16))
@@ -201,7 +202,7 @@ def test_warps_find_the_same_ties_in_a_product(tolerance: float, keys: int) -> N
         out_shape=jax.ShapeDtypeStruct((ROWS, 4), jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
     )(q, k)
-    s = np.float64(q) @ np.float64(k).T  # the products and their sums are exact in float32, too
+    s = np.float64(q) @ np.float64(k).T  # exact in float32 as well
     below = jnp.asarray(s - s.max(-1, keepdims=True), jnp.float32)
     expected = np.asarray(row_max.is_repeated(below, tolerance))
     assert 0 < expected.mean() < 1

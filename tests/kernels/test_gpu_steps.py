@@ -1,7 +1,7 @@
 """Steps of several tiles in the GPU kernels, interpreted on any machine.
 
-Within a step the row maximum comes first, over all its tiles, then the products: what a step
-computes does not depend on the tiles that it is made of.
+A step first finds the row maximum over all its tiles, and then forms the products. What a step
+computes therefore does not depend on its tiles.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-# Most rows tie; ties lie in one tile or in two, in one step or in two; lengths cut both.
+# Most rows tie. Ties lie in one tile or in two, in one step or in two. Lengths cut both.
 CASE = harness.Case(
     rows=80,
     keys=80,
@@ -41,7 +41,7 @@ CASE = harness.Case(
     key_lengths=(80, 51),
     values="small_integers",
 )
-# Scores of few bits and P̄ in bfloat16: no sum of the forward pass is rounded, in any order.
+# With scores of few bits and bfloat16 P̄, the forward pass rounds no sum, in any order.
 EXACT_SUMS = dataclasses.replace(CASE, scale=0.125)
 ONE_TILE = Tile(query=16, kv=64, stages=1)
 WHOLE = BlockSizes(
@@ -50,12 +50,12 @@ WHOLE = BlockSizes(
 
 
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 64 keys are made of tiles of 16."""
+    """Makes steps of 64 keys out of tiles of 16 keys."""
     monkeypatch.setattr(gpu, "_ONE_TILE", (16,))
 
 
 def forward_of(chosen: Numerics, rule: str, sizes: Any = harness.GPU_TILES) -> harness.Arrays:
-    """O and lse, of a trace of its own, with integers for v."""
+    """O and lse of a fresh trace, with integers for v."""
     call = call_of(EXACT_SUMS, chosen, RULES[rule], sizes, kv_block=64, backward=False)
     arrays, extras = operands_of(EXACT_SUMS)
     return harness.as_float32(
@@ -77,7 +77,7 @@ def test_tiles_of_a_step_do_not_change_a_bit(
 
 
 def test_ties_in_different_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that counted them tile by tile would leave m where the standard rule has it."""
+    """A kernel that counted ties tile by tile would leave m where the standard rule has it."""
     chosen = PRESETS["published"]
     split(monkeypatch)
     across, standard = (forward_of(chosen, rule)["out"] for rule in ("dynamic_max", "standard"))
@@ -107,7 +107,7 @@ def test_long_steps_are_as_accurate_as_plain(preset: str, rule: str, kv_block: K
 
 @pytest.mark.parametrize("keys", [32, 48, 64, 80, 90])
 def test_the_keys_of_a_last_step_count(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it has whole tiles, of 16 keys: no tile needs a mask then, of 64 keys a step."""
+    """Also when it holds only whole tiles of 16 keys, none of which needs a mask."""
     split(monkeypatch)
     case = harness.Case(batch=1, rows=24, keys=keys)
     call = call_of(case, PRESETS["published"], kv_block=64)
@@ -117,7 +117,7 @@ def test_the_keys_of_a_last_step_count(keys: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_is_arithmetic() -> None:
-    """P̄V rounded once per 16 keys or once per 64: other results."""
+    """P̄V rounded once per 16 keys differs from P̄V rounded once per 64 keys."""
     chosen = PRESETS["published"]
     once, often = (
         run(CASE, call_of(CASE, chosen, kv_block=step, backward=False))["out"] for step in (64, 16)

@@ -1,4 +1,4 @@
-"""The trainer's kernels, cross-entropy, LayerNorm and GELU, interpreted, against float64 NumPy."""
+"""The trainer's kernels (cross-entropy, LayerNorm, GELU), interpreted, against float64 NumPy."""
 
 import functools
 
@@ -22,7 +22,7 @@ from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows
 
 COLUMNS = Columns(held=64, tile=32, warps=4)
 
-# Rows shorter than what is held, in tiles only, with a remainder, and of one column.
+# Rows shorter than what is held, rows of whole tiles, rows with a remainder, and single columns.
 WIDTHS = [1, 50, 64, 128, 257]
 
 
@@ -33,7 +33,7 @@ def interpreted_cross_entropy(logits, targets, dtype, columns=COLUMNS, z_loss=0.
     )
 
 
-# Formats of logits and gradient; bfloat16 logits come as words of two columns.
+# Formats of logits and gradient. bfloat16 logits are loaded as words of two columns.
 FORMATS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 
 
@@ -45,8 +45,8 @@ def test_cross_entropy_is_that_of_float64(width, logits_dtype, dtype):
     loss, gradient = interpreted_cross_entropy(logits, targets, dtype)
     exact_loss, exact = exact_cross_entropy(logits, targets)
     assert gradient.dtype == dtype
-    # lse is of the size of the logits, up to 520: half an ulp there is 2**-15, and each of lse,
-    # its logarithm and the difference rounds once; p errs as the exponent does.
+    # lse is as large as the logits, up to 520, where half an ulp is 2**-15. lse, its logarithm and
+    # the difference are each rounded once. The relative error of p is the error of its exponent.
     np.testing.assert_allclose(loss, exact_loss, atol=3 * 2.0**-15)
     relative = BFLOAT16 if dtype == "bfloat16" else 0
     atol = 3 * 2.0**-15 * np.abs(exact).max()
@@ -64,7 +64,8 @@ def test_the_gradient_with_z_loss_is_that_of_float64(logits_dtype, dtype):
     onehot = np.eye(514)[np.asarray(targets)]
     lse = np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1)[:, None]
     exact += 2 * c * lse * (exact + onehot)
-    # As without: lse errs by 3 · 2**-15 at most, and softmax · (1 + 2 c lse) as much relatively.
+    # As without z_loss, the error of lse is at most 3 · 2**-15. It is also the relative error of
+    # softmax · (1 + 2 c lse).
     relative = BFLOAT16 if dtype == "bfloat16" else 0
     atol = 3 * 2.0**-15 * np.abs(exact).max()
     np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=relative, atol=atol)
@@ -74,7 +75,7 @@ def test_the_gradient_with_z_loss_is_that_of_float64(logits_dtype, dtype):
 def test_the_schedule_does_not_change_the_result(logits_dtype, dtype):
     logits, targets = logits_and_targets(514, dtype=logits_dtype)
     first = interpreted_cross_entropy(logits, targets, dtype)
-    relative = 2.0**-7 if dtype == "bfloat16" else 1e-5  # an ulp, where one rounds up, one down
+    relative = 2.0**-7 if dtype == "bfloat16" else 1e-5  # an ulp: one rounds up, one down
     for columns in (
         Columns(held=0, tile=16, warps=4),
         Columns(held=256, tile=64, warps=4),
@@ -115,7 +116,7 @@ def norm_inputs(rows, width, dtype):
 
 
 def exact_norm(residual, y, scale, d_residual, d_x):
-    """Outputs and gradients in float64, the latter by the Jacobian of every row, written out."""
+    """Outputs and gradients in float64; the gradients use the full Jacobian of every row."""
     residual, y, scale, d_residual, d_x = (
         np.asarray(x, np.float64) for x in (residual, y, scale, d_residual, d_x)
     )
@@ -128,7 +129,7 @@ def exact_norm(residual, y, scale, d_residual, d_x):
 
 
 def kernels_with_gradients(residual, y, scale, d_residual, d_x):
-    """Outputs and gradients of the kernels; a y of None is left out."""
+    """Outputs and gradients of the kernels; y may be None."""
     out = layer_norm.add_norm(residual, y, scale, d_x.dtype, interpret=True)
     adds = y is not None
     return out, layer_norm.add_norm_gradients(
@@ -137,7 +138,7 @@ def kernels_with_gradients(residual, y, scale, d_residual, d_x):
 
 
 def plain_with_gradients(residual, y, scale, d_residual, d_x):
-    """The same of the trainer's function where it is lowered for this host."""
+    """Outputs and gradients of the trainer's function, lowered for this host."""
 
     def function(residual, y, scale):
         return layers.add_norm(residual, y, scale, d_x.dtype)
@@ -148,7 +149,7 @@ def plain_with_gradients(residual, y, scale, d_residual, d_x):
 
 @pytest.mark.parametrize("function", [kernels_with_gradients, plain_with_gradients])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-# 70 rows are two programs and a part of one.
+# 70 rows are two full programs and part of a third.
 @pytest.mark.parametrize(("rows", "width"), [(70, 33), (32, 64), (1, 1)])
 @pytest.mark.parametrize("adds", [True, False], ids=["sum", "alone"])
 def test_norm_is_that_of_float64(adds, rows, width, dtype, function):
@@ -156,7 +157,7 @@ def test_norm_is_that_of_float64(adds, rows, width, dtype, function):
     y = y if adds else None
     (total, x), (d_total, d_y, d_scale) = jax.jit(function)(residual, y, scale, d_residual, d_x)
     exact = exact_norm(residual, 0 if y is None else y, scale, d_residual, d_x)
-    # The residual, of size up to 30, is rounded at 2**-20 once; x̂ has that error times ρ.
+    # The residual, up to 30 in size, is rounded once, by at most 2**-20. x̂ has that error times ρ.
     rho = 1 if width > 1 else 1e-5**-0.5
     atol = 8 * 2.0**-20 * rho
     rounded = BFLOAT16 if dtype == "bfloat16" else 0
@@ -197,7 +198,7 @@ def test_a_norm_that_nothing_reads_hands_the_gradient_of_the_residual_on():
 
 
 def test_the_residual_is_not_rounded_before_it_is_normalised():
-    """A stream around 1000 has 4 between neighbouring bfloat16 numbers, and variance 1."""
+    """Around 1000, bfloat16 numbers are 4 apart, while the variance of the stream is 1."""
     residual = 1000 + jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
     _, x = layers.add_norm(residual, None, jnp.ones(64), "bfloat16")
     zeros = np.zeros(residual.shape)
@@ -226,7 +227,8 @@ def gelu_and_slope(x, interpret):
 def test_gelu_is_that_of_float64(size, dtype, interpret):
     x = jnp.asarray(np.r_[np.linspace(-12, 12, size - 3), -1e4, 0, 1e4], dtype)
     found, expected = gelu_and_slope(x, interpret), exact_gelu(np.asarray(x, np.float64))
-    # The exponent, up to 100 where σ is not yet 0, errs by some ulps: σ by 100 times as much.
+    # The exponent is up to 100 where σ is not yet 0, and has an error of some ulps. The relative
+    # error of σ is 100 times as large.
     relative = (BFLOAT16 if dtype == "bfloat16" else 0) + 300 * 2.0**-24
     for result, exact in zip(found, expected, strict=True):
         assert result.dtype == dtype
@@ -247,12 +249,12 @@ def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does(activation_
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     names = ("cross_entropy_rows", "layer_norm_forward", "layer_norm_backward")
     names += ("gelu_gradient",)
-    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks for the kind of the GPU
         traced = jax.jit(steps.train).trace(jax.eval_shape(steps.init, root), inputs, inputs, root)
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
         for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert all(name in for_gpu for name in names)
-    # GELU of a bfloat16 product is left to the product.
+    # GELU of a bfloat16 product is fused into the product.
     assert ("gelu_value" in for_gpu) == (activation_dtype == "float32")
     assert "triton" not in for_cpu
 
@@ -283,9 +285,9 @@ def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("rows", [1, 2, 70, 4096])
 def test_gelu_of_a_compiled_product_is_that_of_float64(rows):
-    """Of more than one row it is GELU of the float32 sums, not of the product in bfloat16.
+    """With more than one row it is GELU of the float32 sums, not of the bfloat16 product.
 
-    The product of one row is XLA's own, which rounds every term of its sums.
+    The product of a single row is XLA's own, which rounds every term of its sums.
     """
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 768)), jnp.bfloat16)
@@ -298,7 +300,7 @@ def test_gelu_of_a_compiled_product_is_that_of_float64(rows):
 
     h, y = product_and_gelu(x, kernel)
     before = np.asarray(h, np.float64)
-    # Sums of 768 terms, of up to 2 in size, in float32.
+    # float32 sums of 768 terms, each up to 2 in size.
     if rows > 1:
         before = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
         np.testing.assert_allclose(np.asarray(h, np.float64), before, rtol=BFLOAT16, atol=2.0**-16)

@@ -1,8 +1,8 @@
 """The Hopper kernels in the interpreter: cases, rules, packed arrays, scheduler, refusals.
 
-The interpreter reports races, those of products with the help of `product_races`, and barriers that
-are left half used. It takes P̄, P and dS from shared memory; that registers give the same bits is a
-test of `test_hopper_device.py`.
+The interpreter reports races (those of products with the help of `product_races`) and barriers that
+are left half used. It takes P̄, P and dS from shared memory; `test_hopper_device.py` tests that
+operands in registers give the same bits.
 """
 
 import collections
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
 
 SIZES = harness.HOPPER_TILES
-# Three query tiles of two warpgroups' rows, the last half empty; heads that share their keys.
+# Three query tiles, each with the rows of two warpgroups, the last half empty; heads share keys.
 GROUPED = Case(
     batch=1, rows=320, keys=320, kv_heads=1, head_size=64, dtype="bfloat16", is_causal=True
 )
@@ -129,7 +129,7 @@ def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> Non
 
 
 def with_tiles(sizes: BlockSizes, **changes: Any) -> BlockSizes:
-    """The same with other fields of all three tiles."""
+    """A copy with other fields of all three tiles."""
     tiles = {
         name: dataclasses.replace(getattr(sizes, name), **changes)
         for name in ("forward", "query_gradients", "key_gradients")
@@ -138,7 +138,7 @@ def with_tiles(sizes: BlockSizes, **changes: Any) -> BlockSizes:
 
 
 def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> BlockSizes:
-    """For calls as short as these."""
+    """The table's tiles for this case, interpreted, with few programs."""
     sizes = default_block_sizes(
         case.head_size,
         saves_float32=chosen.saved_dtype == jnp.float32,
@@ -191,7 +191,7 @@ def test_products_of_long_steps_are_rounded(
 @needs_mosaic
 @pytest.mark.parametrize("point", ["scores", "pv", "normalizer", "dp", "tile_grads"])
 def test_products_are_rounded_where_published_says(point: str) -> None:
-    """Noise tips hardly a rounding; without one of them, most numbers of some array differ."""
+    """Noise rarely tips a rounding. Without the point, most numbers of some array differ."""
     case = dataclasses.replace(GROUPED, heads=1)
     whole = published(case)
     without = dataclasses.replace(
@@ -226,8 +226,8 @@ def test_ties_of_long_steps_are_counted_once(halved: bool) -> None:
     case = dataclasses.replace(FEW, rows=64, keys=256)
     arrays = harness.inputs(case)
     keys = np.zeros_like(arrays["k"])
-    keys[0, [3, 200], 0, 0] = 2  # of positive rows the largest, in two parts of 128
-    keys[0, [5, 6], 0, 1] = 1  # of the others, but for key 130
+    keys[0, [3, 200], 0, 0] = 2  # the largest scores of the even rows, in two parts of 128
+    keys[0, [5, 6], 0, 1] = 1  # the largest scores of the odd rows, except for key 130
     keys[0, 130, 0, 1] = 2
     queries = np.zeros_like(arrays["q"])
     queries[0, ::2, 0, 0], queries[0, 1::2, 0, 1] = 4, 4
@@ -307,7 +307,7 @@ def test_rows_of_minus_infinity_alone_are_empty(
     ids=str,
 )
 def test_tiles_of_long_calls(rows: int, keys: int, chosen: Numerics, rule: RowMax) -> None:
-    """Three warpgroups' rows are no whole number of steps; lengths end within tiles or beyond."""
+    """The rows of three warpgroups do not fill whole steps; lengths end within tiles or beyond."""
     case = dataclasses.replace(GROUPED, rows=rows, keys=keys)
     long, short = (
         call(case, chosen, rule, sizes=of_table(case, chosen, rule, long=long), kv_block=None)
@@ -355,7 +355,7 @@ def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) ->
     ],
 )
 def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, long: bool) -> None:
-    """In the tiles of the table: lengths end within tiles, a program has several of them."""
+    """With the table's tiles: lengths end within tiles, and a program has several tiles."""
     case = dataclasses.replace(WIDEST, **changes)
     sizes = of_table(case, chosen, rule, long=long)
     check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
@@ -412,8 +412,8 @@ def test_fewer_stages_of_values_change_no_bit(case: Case) -> None:
 @needs_mosaic
 @pytest.mark.parametrize("warpgroups", [2, 3])
 def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, unlike here, a copy of a vector beyond its end hits the next head's rows."""
-    ends: dict[int, list[int]] = {0: [], 1: []}  # of what is read, of what is written
+    """On a device, a copy past the end of a vector would hit the rows of the next head."""
+    ends: dict[int, list[int]] = {0: [], 1: []}  # of reads, of writes
 
     def watch(name: str, array: int) -> None:
         copy = getattr(plgpu, name)
@@ -431,13 +431,14 @@ def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.Monke
 
     watch("copy_gmem_to_smem", 0)
     watch("copy_smem_to_gmem", 1)
-    # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
+    # The second of two warpgroups has no rows. These sizes occur nowhere else, so no other test's
+    # trace is reused.
     tile = dataclasses.replace(harness.HOPPER_BACKWARD, step=128)
     forward = dataclasses.replace(harness.HOPPER_FORWARD, warpgroups=warpgroups)
     sizes = dataclasses.replace(SIZES, forward=forward, programs=1, key_gradients=tile)
     run(FEW, call(FEW, sizes=sizes))
-    # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups, of three
-    # as of two.
+    # Reads: two vectors of a query step, for each of two key tiles. Writes: three vectors of rows
+    # from each of two warpgroups, whether a tile has two warpgroups or three.
     assert ends[0] == [0] * 4
     assert sorted(ends[1]) == [0] * 3 + [64] * 3
 
@@ -445,7 +446,7 @@ def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.Monke
 @needs_mosaic
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_race_of_a_product_is_seen(waits: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Warpgroup 1 multiplies what warpgroup 0 has written, having waited for it or not."""
+    """Warpgroup 1 multiplies what warpgroup 0 has written, with and without waiting for it."""
 
     def kernel(x: Any, out: Any, operand: Any, result: Any, written: Any) -> None:
         def write() -> None:
@@ -465,7 +466,7 @@ def test_a_race_of_a_product_is_seen(waits: bool, capfd: pytest.CaptureFixture[s
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(result, out)
             plgpu.wait_smem_to_gmem(0)
-            if not waits:  # the barrier is not what is tested
+            if not waits:  # completes the barrier, which is not under test
                 plgpu.barrier_wait(written)
 
         me = jax.lax.axis_index("warpgroup")
@@ -487,7 +488,7 @@ def test_a_race_of_a_product_is_seen(waits: bool, capfd: pytest.CaptureFixture[s
     raised = ""
     try:
         run_kernel(jnp.ones((64, 64), jnp.bfloat16)).block_until_ready()
-    except jax.errors.JaxRuntimeError as error:  # of JAX 0.12; before, a race is printed
+    except jax.errors.JaxRuntimeError as error:  # raised by JAX 0.12; earlier versions print a race
         raised = str(error)
     assert ("RACE DETECTED" in capfd.readouterr().out + raised) != waits
 
@@ -511,7 +512,7 @@ def test_testing_for_ties_changes_no_bit(case: Case) -> None:
 
 @needs_mosaic
 def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
-    """O′ errs by half an ulp of bfloat16; O, of rounded P̄, by more where a sum cancels."""
+    """O′ errs by half an ulp of bfloat16; O, from rounded P̄, by more where a sum cancels."""
     case, arrays = FEW, harness.inputs(FEW)
     q, k, v = (jnp.asarray(arrays[name]) for name in "qkv")
     spec = call(case, AUXILIARY_OUTPUT).spec
@@ -539,7 +540,7 @@ def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> N
 
 @needs_mosaic
 def test_many_tiles_of_one_program_in_one_buffer() -> None:
-    """Otherwise q would wait for memory that is freed after q has come."""
+    """q must not wait for memory that is freed only after q has come."""
     sizes = with_tiles(SIZES, warpgroups=1, stages=1, owned_stages=1)
     sizes = dataclasses.replace(sizes, programs=1)
     case = dataclasses.replace(GROUPED, rows=192, keys=192)
@@ -595,7 +596,7 @@ def test_packed_arrays_give_the_same_bits(head_size: int, make: Callable[..., An
     ],
 )
 def test_dq_without_an_order(case: Case, chosen: Numerics, step: int) -> None:
-    """dV is the same; δ and dQ are summed in another order, which tips a rounding now and then."""
+    """dV is the same. δ and dQ are summed in another order, which tips a few roundings."""
     tile = dataclasses.replace(harness.HOPPER_BACKWARD, step=step, owned_stages=1)
     sizes = dataclasses.replace(SIZES, key_gradients=tile, programs=2)
     unordered = call(case, chosen, sizes=dataclasses.replace(sizes, unordered=True))
@@ -627,7 +628,7 @@ def test_vmap_gives_the_bits_of_a_loop() -> None:
 
 
 def dealt(scheduler: StaticScheduler | LongestFirstScheduler) -> list[list[WorkTile]]:
-    """Each program's tiles."""
+    """The tiles of each program."""
     programs = jnp.arange(scheduler.grid, dtype=jnp.int32)
     most = jnp.arange(max(int(scheduler.count(p)) for p in programs), dtype=jnp.int32)
     found = jax.vmap(lambda p: jax.vmap(lambda u: scheduler.work_tile(p, u))(most))(programs)
@@ -672,7 +673,7 @@ def test_pairs_are_equally_long() -> None:
 def test_the_longest_first_end_together(
     shape: str, at_a_time: int, most: float, longest_last: bool
 ) -> None:
-    """Where pairs differ by 3 % from the mean; no head comes before the time that it has."""
+    """No program runs much beyond the mean, where pairs are off by 3 %; heads stay in order."""
     of, tiles = SHAPES[shape], SHAPES[shape].length // 128
     sizes = {"tiles": tiles, "heads": of.heads, "batch": of.batch, "programs": 132}
 
@@ -695,7 +696,7 @@ def test_the_longest_first_end_together(
     ("shape", "heads"), [("gpt2", 96), ("long64", 16), ("long128", 8)], ids=lambda x: str(x)
 )
 def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
-    """32 MiB of what is walked over: K and V, or Q and dO."""
+    """The limit is 32 MiB for the operands that programs walk over: K and V, or Q and dO."""
     of, tile = SHAPES[shape], ForwardTile(longest_first=True)
     x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
     problem = Problem.of(x, x, call(GROUPED).spec, default_block_sizes(of.head_size))
@@ -709,7 +710,7 @@ def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
 @pytest.mark.parametrize("rows", [64, 192, 320, 576, 1024])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
-    """As far as vectors go; tiles that are equally long are dealt out as they come."""
+    """Up to the end of the vectors; tiles of equal length are dealt out in order."""
     sizes = default_block_sizes(64, long=True)
     x = jax.ShapeDtypeStruct((2, rows, 3, 64), jnp.bfloat16)
     spec = dataclasses.replace(call(GROUPED).spec, is_causal=is_causal)
@@ -771,7 +772,7 @@ def test_who_overlaps_tiles() -> None:
 @needs_mosaic
 @pytest.mark.parametrize("chosen", [FLASH, AUXILIARY_OUTPUT], ids=str)
 def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
-    """Here, where products are waited for, it is all that is left of an earlier wait."""
+    """The interpreter waits for all products, so an earlier wait only moves the rounding."""
     tile = dataclasses.replace(harness.HOPPER_FORWARD, early_wait=True)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(WIDE, call(WIDE, chosen, sizes=x)) for x in (sizes, SIZES))
@@ -1006,7 +1007,7 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
-    """Of the kernels that have these fields."""
+    """By every kernel whose tile has these fields."""
     fields = ({x.name for x in dataclasses.fields(of)} for of in (ForwardTile, BackwardTile))
     found = [
         of
@@ -1105,7 +1106,7 @@ def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
 def test_default_tiles_lower_for_a_hopper_gpu(
     head_size: int, rows: int, chosen: Numerics, variants: bool
 ) -> None:
-    """Without such a GPU: as far as Mosaic GPU, with its check of shared memory."""
+    """Lowering needs no such GPU. It goes as far as Mosaic GPU's check of shared memory."""
     x = jax.ShapeDtypeStruct((1, rows, 2, head_size), jnp.bfloat16)
     spec = Spec(
         numerics=chosen,

@@ -50,7 +50,7 @@ def products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_table(case: Case) -> BlockSizes:
-    """The tiles that a device takes, interpreted."""
+    """The tiles that a device would use, interpreted."""
     sizes = default_block_sizes(
         case.head_size, soft_cap=case.soft_cap is not None, has_sinks=case.sinks, long=True
     )
@@ -79,7 +79,7 @@ def test_caps_and_sinks(name: str, chosen: Numerics, rule: RowMax, of_device: bo
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
-    """To the bit, and its gradient is 0."""
+    """The results are equal to the bit, and the gradient of the sink is 0."""
     case = dataclasses.replace(CASE, rows=128, keys=128, heads=1)
     of = call_of(case, FLASH, Standard(), SIZES, kv_block=64, implementation=hopper)
     plain = run(case, of)

@@ -1,4 +1,4 @@
-"""The compiled Hopper kernels on a device, beside the general GPU kernels.
+"""The compiled Hopper kernels on a device, compared with the general GPU kernels.
 
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 pytest -m gpu tests/kernels/test_hopper_device.py
@@ -57,7 +57,7 @@ def _hopper() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A problem in bfloat16; equal keys in other places make ties."""
+    """A problem in bfloat16, in which repeated keys make ties."""
 
     batch: int = 2
     rows: int = 1024
@@ -70,10 +70,10 @@ class Call:
     row_max: RowMax = StandardMax()  # noqa: RUF009 (frozen)
     packed: bool = False
     kv_block: int = 128
-    far_below: bool = False  # the scores of all heads but the first are −512
-    few_ties: bool = False  # keys are repeated for few rows, instead of for nearly all
+    far_below: bool = False  # scores are −512 in all heads but the first
+    few_ties: bool = False  # keys repeat for a few rows instead of nearly all
     window: tuple[int, int] | None = None
-    has_segments: bool = False  # of packed sequences, sorted
+    has_segments: bool = False  # sorted ids of packed sequences
     has_lengths: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -88,7 +88,7 @@ class Call:
         q, k, v, do = (rng.standard_normal(shape) for shape in (rows, keys, keys, rows))
         groups = self.heads // self.kv_heads
         if self.few_ties:
-            # The largest scores of rows 5, 42, ... are of keys that are there twice.
+            # For rows 5, 42, ... the largest scores belong to a key that occurs twice.
             for row in range(5, min(self.rows, self.keys), 37):
                 key = row // 2
                 k[:, key ^ 1], q[:, row] = k[:, key], 4 * np.repeat(k[:, key], groups, axis=1)
@@ -101,12 +101,12 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has nothing that an unordered dQ does not take."""
+        """Whether an unordered dQ serves all options of the call."""
         hides = self.window is not None or self.has_segments or self.has_lengths
         return not hides and self.soft_cap is None and not self.has_sinks
 
     def extras(self) -> Extras:
-        """Ids, lengths and sinks."""
+        """Segment ids, lengths and sinks."""
         rng, found = np.random.default_rng(1), Extras()
         if self.has_segments:
             ids = (np.sort(rng.integers(0, 5, (self.batch, n))) for n in (self.rows, self.keys))
@@ -137,7 +137,7 @@ class Call:
         )
 
     def forward(self, module: Any, block_sizes: Any = None, *, max_logit: bool) -> list[np.ndarray]:
-        """O, lse and, if asked for, the largest scores of rows."""
+        """O, lse and, if asked for, the largest score of each row."""
         chosen = self.numerics.replace(kv_block=self.kv_block)
         spec, (*qkv, _) = self.spec(chosen, block_sizes, max_logit=max_logit), self.arrays()
         qkv = [x.astype(jnp.bfloat16) for x in qkv]
@@ -147,7 +147,7 @@ class Call:
     def run(self, module: Any, *, block_sizes: Any = None, **changes: Any) -> dict[str, np.ndarray]:
         """O, lse, dQ, dK, dV and dsinks of an implementation, as float32.
 
-        0 stands for the lse of rows that see nothing.
+        The lse of rows that see no key is replaced by 0.
         """
         chosen = changes.get("numerics", self.numerics.replace(kv_block=self.kv_block))
         spec = self.spec(chosen, block_sizes)
@@ -313,7 +313,7 @@ CALLS = {
 
 
 def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> BlockSizes:
-    """The tiles of a table for the call, however long it is."""
+    """The table's tiles for the call, those of long calls if `long`, whatever its length."""
     n = call.numerics
     return default_block_sizes(
         call.head_size,
@@ -334,7 +334,7 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
 
 
 def changed(sizes: BlockSizes, **tile: Any) -> BlockSizes:
-    """The same with other fields of the tiles that have them."""
+    """A copy with other fields in those tiles that have them."""
     tiles = {}
     for name in ("forward", "query_gradients", "key_gradients"):
         own = getattr(sizes, name)
@@ -355,10 +355,11 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
     result, general = call.run(hopper, block_sizes=sizes_of(call, long=long)), call.run(gpu)
     for what, x in exact.items():
         error, of_general = (np.sqrt(np.mean((y[what] - x) ** 2)) for y in (result, general))
-        # A sink's gradient is one sum of all rows' errors, whose noise does not average out.
+        # The gradient of a sink is one sum over the errors of all rows, whose noise does not
+        # average out.
         factor = 1.1 if what == "dsinks" else 1.02
         assert error <= factor * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
-        if what not in ("lse", "dsinks"):  # the same roundings of almost the same numbers
+        if what not in ("lse", "dsinks"):  # the same roundings, of almost equal numbers
             assert np.mean(result[what] == general[what]) > 0.98, what
 
 
@@ -373,7 +374,7 @@ def test_the_largest_scores_are_those_of_float32_and_change_no_bit(name: str, lo
     *_, expected = call.forward(tiled, max_logit=True)
     sees = np.isfinite(expected)
     np.testing.assert_array_equal(np.isneginf(found), ~sees)
-    # Sums in another order; S as rounded at `scores`; tanh errs by 2^-21.
+    # Sums in another order, the rounding of S at `scores`, and an error of 2^-21 of tanh.
     ulp = 2**-23 * np.abs(expected[sees]).max()
     within = 64 * ulp + 2**-20 * (call.soft_cap or 0)
     within += 0 if call.numerics.scores.is_identity else 2**16 * ulp
@@ -429,7 +430,7 @@ def test_both_tables_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_earlier_wait_changes_no_bit(name: str) -> None:
-    """In calls of no table that have it, too."""
+    """Also in calls for which no table chooses it."""
     call = CALLS[name]
     sizes = sizes_of(call)
     early = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, early_wait=True))
@@ -441,7 +442,7 @@ def test_an_earlier_wait_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("few", [True, False], ids=["few ties", "ties in every step"])
 @pytest.mark.parametrize("name", CALLS)
 def test_testing_for_ties_changes_no_bit(name: str, few: bool) -> None:
-    """With few ties a warp has some in half of its steps, so that it counts there alone."""
+    """With few ties, a warp has ties in half of its steps and counts only there."""
     call = dataclasses.replace(CALLS[name], row_max=DynamicMax(), few_ties=few)
     sizes = sizes_of(call)
     result, expected = (
@@ -496,7 +497,7 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     "name", [name for name, call in CALLS.items() if rounds_products(call.numerics)]
 )
 def test_halved_parts_are_the_same_arithmetic(name: str) -> None:
-    """But for the order in which l is summed, whose last bits hardly tip a rounding."""
+    """Except for the order of the sum l, whose last bits rarely tip a rounding."""
     call = CALLS[name]
     sizes = sizes_of(call)
     result, expected = (
@@ -509,7 +510,7 @@ def test_halved_parts_are_the_same_arithmetic(name: str) -> None:
 
 
 def overlaps(call: Call) -> bool:
-    """Whether the last product of a tile may be multiplied beside the next tile's softmax."""
+    """Whether the last product of a tile may run during the softmax of the next tile."""
     tile, n = sizes_of(call).forward, call.numerics
     alike = tile.owned_stages > 1 and tile.step % tile.owned == 0
     return alike and not rounds_products(n) and n.saved_output != "auxiliary"
@@ -538,7 +539,7 @@ def test_overlapped_tiles_change_no_bit(name: str) -> None:
     ],
 )
 def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
-    """In both kernels of the backward pass, those of no table that has it, too."""
+    """In both kernels of the backward pass, even if no table chooses it."""
     call = CALLS[name]
     sizes = sizes_of(call)
 
@@ -569,7 +570,7 @@ UNORDERED = [
 
 
 def unordered(call: Call, **tile: Any) -> BlockSizes:
-    """The call's tiles, with other fields of dK's and dV's."""
+    """The tiles of the call, with other fields for the kernel of dK and dV."""
     sizes = sizes_of(call, unordered=True)
     gradients = dataclasses.replace(sizes.key_gradients, **tile)
     return dataclasses.replace(sizes, key_gradients=gradients)
@@ -577,7 +578,7 @@ def unordered(call: Call, **tile: Any) -> BlockSizes:
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_dq_without_an_order(name: str) -> None:
-    """δ and dQ are summed in another order, which tips a rounding now and then."""
+    """δ and dQ are summed in another order, which tips a few roundings."""
     call = CALLS[name]
     exact = call.run(gpu, numerics=EXACT, dtype=jnp.float32)
     result, ordered = call.run(hopper, block_sizes=unordered(call)), call.run(hopper)
@@ -591,7 +592,7 @@ def test_dq_without_an_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
 def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
-    """On every run, with ping-pong and without, in steps of 64 queries and of 128."""
+    """On every run, with and without ping-pong, in steps of 64 and of 128 queries."""
     call = CALLS[name]
     runs: list[dict[str, Any]] = [{}, {}, {"held": False}, {"held": False, "ping_pong": False}]
     if call.head_size == 64:
@@ -602,7 +603,7 @@ def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
         for what in ("out", "lse", "dk", "dv"):
             if what in ("out", "lse") or "step" not in run:
                 np.testing.assert_array_equal(other[what], first[what], err_msg=f"{what} {run}")
-            else:  # as many products, each of fewer queries
+            else:  # more products, each of fewer queries
                 assert np.mean(other[what] != first[what]) < 0.02, what
 
 
@@ -642,7 +643,7 @@ def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, l
     shallow = BackwardTile(step=64, stages=1, owned_stages=1)
     gradients = dataclasses.replace(shallow, cooperative=call.head_size == 256)
     sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=gradients)
-    if call.head_size == 128:  # P̄ takes memory, too
+    if call.head_size == 128:  # P̄ needs memory as well
         sizes = dataclasses.replace(
             sizes, forward=dataclasses.replace(sizes.forward, owned_stages=1)
         )
@@ -654,7 +655,7 @@ def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, l
 
 @pytest.mark.parametrize("name", ["causal", "head 128", "grouped heads, an odd number of tiles"])
 def test_the_same_of_an_unordered_dq(name: str) -> None:
-    """But for dQ itself, whose last bits differ anyway."""
+    """Except for dQ itself, whose last bits differ anyway."""
     call = CALLS[name]
     sizes = unordered(call, step=64, stages=2, owned_stages=1)
     sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, owned_stages=1))

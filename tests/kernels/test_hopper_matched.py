@@ -1,7 +1,7 @@
-"""`matched` and the correction after the cast in the Hopper kernels, interpreted: sums of rows.
+"""`matched` and the correction after the cast in the Hopper kernels, interpreted: row sums.
 
-Σ P and Σ dS are those of dQ's kernel, before dS is rounded. What the kernel of dK and dV forms, of
-products the other way round, shows in dV and dK beside those of `tiled`.
+Σ P and Σ dS are summed in dQ's kernel, before dS is rounded. The kernel of dK and dV forms the
+transposed products; its dV and dK are compared with those of `tiled`.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ pytestmark = [
 ]
 
 SCORES = (1.0, 30.0, 1e3, 1e5, 1e7)
-# Of Σ P Σ |dO v|, float32 and the lower half of O leave so much.
+# What rounding leaves of Σ dS, relative to Σ P Σ |dO v|, with O saved in float32 and as halves.
 BOUNDS = {MATCHED_FLOAT32_OUTPUT: 1e-6, MATCHED: 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Several steps of 64 keys; of scale no power of two at head size 128."""
+    """A problem of several steps of 64 keys; at head size 128 the scale is not a power of two."""
 
     rows: int = 192
     keys: int = 192
@@ -54,10 +54,10 @@ class Problem:
     kv_heads: int = 1
     head_size: int = 64
     is_causal: bool = True
-    far_below: bool = False  # scores from −1e6 down
+    far_below: bool = False  # scores are −1e6 and below
 
     def arrays(self, largest: float) -> tuple[np.ndarray, ...]:
-        """q k v dO in bfloat16; the first feature of k is 1 and adds nothing to scores."""
+        """q k v dO in bfloat16; the first feature of k is 1 and not part of the scores."""
         r = np.random.default_rng(0)
         of_rows = (1, self.rows, self.heads, self.head_size)
         of_keys = (1, self.keys, self.kv_heads, self.head_size)
@@ -98,7 +98,7 @@ PROBLEMS = {
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, np.ndarray]]:
-    """Σ dS of dQ's kernel, by first row: all steps and heads, each [64], before the cast."""
+    """Records Σ dS of dQ's kernel before the cast, over steps and heads, [64] by first row."""
     found: dict[int, np.ndarray] = {}
     form = query_mainloop._ds
 
@@ -120,19 +120,19 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, np.ndarray]]:
 def summed_rows(
     problem: Problem, arrays: Any, dlse: float, num: Numerics, sums: dict[int, np.ndarray]
 ) -> np.ndarray:
-    """Σ dS, [T]; of one head."""
+    """Σ dS of a single head, [T]."""
     sums.clear()
     spec = problem.spec(num)
     problem.gradients(hopper, arrays, dlse, spec)
     jax.effects_barrier()
     total = np.concatenate([sums[row] for row in sorted(sums)])[: problem.rows]
     assert len(total) == problem.rows
-    # A scale that is a power of two comes later.
+    # The kernel applies a scale that is a power of two only later.
     return total if spec.scale_is_power_of_two else total / spec.scale
 
 
 def sizes_of_terms(problem: Problem, arrays: Any) -> np.ndarray:
-    """Σ P Σ |dO v| of every row."""
+    """Σ P Σ |dO v| for every row."""
     q, k, v, do = arrays
     masking = reference.Masking(is_causal=problem.is_causal)
     p = reference.attention(q, k, v, masking=masking).p
@@ -152,7 +152,7 @@ def test_rows_of_p_sum_to_one_and_of_ds_to_zero(
 ) -> None:
     problem = PROBLEMS[name]
     q, k, v, do = arrays = problem.arrays(largest)
-    # Without dO dS is P.
+    # With dO = 0 and dlse = 1, dS is P.
     p = summed_rows(problem, (q, k, v, np.zeros_like(do)), 1.0, MATCHED, sums)
     assert np.abs(p - 1).max() <= 1e-6
     terms = sizes_of_terms(problem, arrays)
@@ -163,7 +163,7 @@ def test_rows_of_p_sum_to_one_and_of_ds_to_zero(
 
 @pytest.mark.parametrize("largest", [1.0, 30.0, 1e3, 1e5, 1e7])
 def test_another_maximum_gives_the_same_significand(largest: float) -> None:
-    """Bit by bit, and above 2^-32 that of `tiled`."""
+    """To the bit; above 2^-32 it is also the significand of `tiled`."""
     x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     spec = PROBLEMS["causal"].spec(MATCHED)
     of = KernelProblem.of(x, x, spec, harness.HOPPER_TILES)
@@ -178,7 +178,7 @@ def test_another_maximum_gives_the_same_significand(largest: float) -> None:
         return np.asarray(powers.exponentials(jnp.asarray(s), added[:, None], of))
 
     final = probs(m)
-    for steps in (1, 5, 31):  # by so much a later step raised M
+    for steps in (1, 5, 31):  # a later step raised M by this much
         earlier = probs(m - np.float32(steps)) * np.exp2(np.float32(-steps))
         visited = (s * np.float64(of.log2_unit) <= m[:, None] - steps) & (final > 0)
         assert visited.any()
@@ -216,14 +216,14 @@ def test_without_one_of_its_parts_they_do_not(
     ],
 )
 def test_numbers_of_both_backward_kernels_are_those_of_tiled(name: str, largest: float) -> None:
-    """But where float32 sums of another order tip a rounding, and for P̄ below 2^-61, 0 here."""
+    """Except where float32 sums in another order tip a rounding, and P̄ < 2^-61, 0 here."""
     problem = PROBLEMS[name]
     arrays = problem.arrays(largest)
     result, expected = (
         problem.gradients(module, arrays, 1.0, problem.spec(MATCHED, sizes))
         for module, sizes in ((hopper, harness.HOPPER_TILES), (tiled, None))
     )
-    # Of saturated rows dS is what float32 leaves: another order leaves something else.
+    # In saturated rows, dS is a remainder of float32 sums, and depends on their order.
     names = ("out", "dv", "dq", "dk") if largest < 1e3 else ("out", "dv")
     for what in names:
         least = 2.0**-50 * np.abs(expected[what]).max()
@@ -246,12 +246,12 @@ CHOICES: dict[str, tuple[Numerics, str]] = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_each_choice_is_there_alone(name: str) -> None:
-    """Noise tips hardly a rounding; without the choice some array lies farther away."""
+    """Noise rarely tips a rounding. Without the choice some array lies farther away."""
     chosen, changed = CHOICES[name]
     case = dataclasses.replace(GROUPED, rows=128, keys=192, is_causal=False, heads=1)
     result = check_accuracy(case, call(case, chosen))
     expected, others = (run_plain(case, call(case, n)) for n in (chosen, FLASH))
-    # Exponents that are formed shift first, in NumPy, tip one more now and then.
+    # NumPy forms exponents by subtracting first, which tips a few more roundings.
     for what in ("out", "dq", "dk", "dv"):
         assert np.mean(result[what] != expected[what]) < 0.03, what
     if changed:
@@ -260,7 +260,7 @@ def test_each_choice_is_there_alone(name: str) -> None:
 
 
 def test_rounded_rows_of_ds_sum_to_zero_after_the_correction() -> None:
-    """dQ along a feature that is 1 in all keys is Σ (dS − λ P), of both as rounded."""
+    """dQ along a feature that is 1 in all keys is Σ (dS − λ P), with both terms rounded."""
     problem = PROBLEMS["causal"]
     arrays = problem.arrays(30.0)
     found, flash = (
@@ -271,7 +271,7 @@ def test_rounded_rows_of_ds_sum_to_zero_after_the_correction() -> None:
 
 
 def test_dk_of_rows_that_are_one_key_is_corrected() -> None:
-    """Where a row is one key, δ's error is all of dS, and λ P takes all of it."""
+    """In a row of one key, the error of δ is all of dS, and λ P removes all of it."""
     problem = Problem()
     arrays = problem.arrays(1e3)
     corrected, flash, expected = (

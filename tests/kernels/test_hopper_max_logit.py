@@ -1,4 +1,4 @@
-"""The largest score of a head out of the interpreted Hopper kernels."""
+"""The largest score of each head from the interpreted Hopper kernels."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Case, Numerics, RowMax]] = {
     ),
     "segments, cap": (dataclasses.replace(CASE, segments=True, soft_cap=3.0), FLASH, StandardMax()),
     "window": (dataclasses.replace(TIES, window=(30, 0)), FLASH, DynamicMax()),
-    # S is rounded before its scale, a power of two.
+    # S is rounded before it is multiplied by the scale, a power of two.
     "long steps": (
         dataclasses.replace(TIES, rows=256, keys=512, scale=0.25),
         PUBLISHED,
@@ -95,6 +95,6 @@ def test_it_is_the_largest_score(name: str) -> None:
     if not chosen.scores.is_identity:
         within += 2**-8 * np.abs(expected).max()
     check(found, expected, within)
-    # What it is returned beside does not change, to the bit.
+    # The other results keep their bits.
     for result, without in zip(results, calls(how, case, arrays, chosen, rule), strict=True):
         np.testing.assert_array_equal(result, without)

@@ -1,6 +1,6 @@
 """The Hopper kernels compiled for an H200 on a host without a GPU.
 
-Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
+This needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm, but no device. `pytest -m ptx`.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ pytestmark = [
 ]
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
-# Bytes of registers spilled by the kernels of each head size.
+# Bytes of registers that each kernel spills, by head size.
 SPILLED = {"forward": (0, 0, 0), "query_gradients": (0, 0, 0), "key_gradients": (8, 0, 0)}
 CORRECTED = (CORRECTED_AFTER_CAST, MATCHED.replace(delta="after_cast"))
-SERIALIZED = r"C751[0-8]"  # remarks of the assembler: products wait for other instructions
+SERIALIZED = r"C751[0-8]"  # assembler remarks: products wait for other instructions
 
 
 class Code:
-    """The PTX of each kernel of both passes, and the bytes that its assembler spilled."""
+    """The PTX of each kernel of both passes, and the bytes that the assembler spilled."""
 
     def __init__(self, folder: Path) -> None:
         self.ptx, self.reports, self.spilled = {}, {}, {}
@@ -66,12 +66,12 @@ class Code:
                 self.spilled[name] = self.number(name, r"(\d+) bytes spill stores")
 
     def number(self, kernel: str, pattern: str) -> int:
-        """What the assembler's report on a kernel says."""
+        """A number from the assembler's report on a kernel."""
         return int(re.search(pattern, self.reports[kernel]).group(1))  # type: ignore[union-attr]
 
 
 def numbered(*args: Any, kernel: Callable[..., Any], kernel_name: str, **options: Any) -> Any:
-    """A kernel under a name of its own: of equal ones, JAX 0.12 compiles the first alone."""
+    """Gives a kernel a unique name, because JAX 0.12 compiles only the first of equal kernels."""
     return kernel(*args, kernel_name=f"{kernel_name}_{next(_NUMBERS)}", **options)
 
 
@@ -80,7 +80,7 @@ _NUMBERS = itertools.count()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A call whose rows see some keys alone, or with a cap or sinks."""
+    """A call with masks, lengths, a soft cap or sinks."""
 
     window: tuple[int, int] | None = None
     soft_cap: float | None = None
@@ -89,7 +89,7 @@ class Variant:
     has_sinks: bool = False
 
     def extras(self, shape: tuple[int, ...]) -> Extras:
-        """Its arrays, beside q of this shape."""
+        """The arrays of the variant, for a q of this shape."""
         batch, length, heads, _ = shape
         shapes: dict[str, Any] = {}
         if self.has_segments:
@@ -137,7 +137,8 @@ def test_variants_spill_no_more_than_plain_calls(shape: str, variant: Variant) -
     found = compiled(step, variant.extras(of.qkv), x, x, x)
     assert found.ptx.keys() == set(KERNELS)
     for kernel, bounds in SPILLED.items():
-        # Both masks at once spill a little more: forward at head size 128, in dK and dV at 64.
+        # With both masks two kernels spill a little more: forward at head size 128, dK and dV's at
+        # 64.
         more = 20 if variant.window is not None and variant.has_segments else 0
         most = bounds[hopper.HEAD_SIZES.index(of.head_size)] + more
         assert found.spilled[kernel] <= most, kernel
@@ -179,7 +180,7 @@ def code(
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
         return results, pullback(results)
 
-    of = SHAPES["long64" if long else "gpt2"]  # how many tiles there are changes what is spilled
+    of = SHAPES["long64" if long else "gpt2"]  # the number of tiles affects what is spilled
     x = jax.ShapeDtypeStruct((*of.qkv[:-1], head_size), jnp.bfloat16)
     found = compiled(step, x, x, x)
     assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
@@ -187,7 +188,7 @@ def code(
 
 
 def compiled(step: Callable[..., Any], *shapes: Any) -> Code:
-    """The Hopper kernels of a function, for an H200."""
+    """The Hopper kernels of a function, compiled for an H200."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         jax.clear_caches()
         environment.setattr(plgpu, "kernel", functools.partial(numbered, kernel=plgpu.kernel))
@@ -199,7 +200,7 @@ def compiled(step: Callable[..., Any], *shapes: Any) -> Code:
 
 
 def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for() -> None:
-    """Warpgroups that ask for more registers than a program has wait for ever."""
+    """Warpgroups that ask for more registers than a program has would wait for ever."""
 
     def step(x: Any, w: Any, d_y: Any, w_out: Any, logits: Any, targets: Any) -> Any:
         h, y = gelu_products.product_and_gelu(x, w)
@@ -225,11 +226,12 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
         if kernel in products:
             given = (2 * consumers + 1) * found.number(kernel, r"Used (\d+) registers")
             assert wanted <= given, kernel
-            # w comes once for two programs; nothing divides.
+            # w is loaded once for two programs, and nothing divides.
             assert "multicast" in found.ptx[kernel]
             assert not re.search(r"\bdiv\.(full|rn)", found.ptx[kernel])
-    # What the interpreter does not model: stores that are read later than they are begun, products
-    # that are read, threads of a warpgroup that wait for each other, releases in both programs.
+    # The interpreter does not model these: stores that read memory after they were issued, operands
+    # that products still read, threads of a warpgroup that wait for each other, and releases in
+    # both programs.
     pieces, wait = gelu_products.PIECES, r"cp\.async\.bulk\.wait_group\.read\s+{};"
     for kernel, stores, fences in (
         ("product_and_gelu", pieces + 1, pieces + 1),
@@ -242,7 +244,8 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
         assert len(re.findall(r"mbarrier\.arrive\.shared::cluster", text)) == 1, kernel
     for count, times in ((1, 1), (0, 1)):
         assert len(re.findall(wait.format(count), found.ptx["cross_entropy_rows"])) == times
-    # Two programs of the cross-entropy fit the 228 KiB of a multiprocessor.
+    # Two programs of the cross-entropy share a multiprocessor: its 228 KiB of shared memory, and
+    # its registers.
     assert found.number("cross_entropy_rows", r"Used (\d+) registers") <= 65536 // 256
 
 
@@ -276,12 +279,12 @@ def test_other_numerics_and_rules_hardly_spill(
     found = code(head_size, chosen, rule, long=long)
     assert found.spilled["forward"] == 0
     assert not re.search(SERIALIZED, found.reports["forward"])
-    # Two sums of dQ's size, of 128 features, leave too little.
+    # Two sums of the size of dQ, with 128 features, leave too few registers.
     most = 44 if chosen.delta == "normalized" and head_size == 128 else 0
     if head_size == 256 and chosen.delta != "normalized":
         most = SPILLED["query_gradients"][-1]
     assert found.spilled["query_gradients"] <= most
-    # dK's kernel sees no other: what is there has been looked at with `flash`.
+    # Other choices do not change dK's kernel, which the test with `flash` covers.
     if chosen.statistics == "m_and_l" or chosen.delta == "after_cast":
         most = SPILLED["key_gradients"][hopper.HEAD_SIZES.index(head_size)]
         assert found.spilled["key_gradients"] <= most
@@ -301,14 +304,14 @@ def test_the_largest_score_costs_no_instruction_of_an_entry(
     found, without = (
         code(head_size, chosen, rule, long=long, max_logit=on) for on in (True, False)
     )
-    # What `dynamic_max` keeps beside m is two registers, of which the long steps of 64 spill one.
+    # `dynamic_max` keeps two registers beside m, one of which long steps spill at head size 64.
     tracked = rule != StandardMax() or chosen.exponent == "whole_max"
     assert found.spilled["forward"] <= (4 if tracked and head_size == 64 and long else 0)
     assert not re.search(SERIALIZED, found.reports["forward"])
     of_rows, of_before = (
         len(re.findall(r"\bmax\S*\.f32", x.ptx["forward"])) for x in (found, without)
     )
-    # A maximum for each of a thread's two rows, in each copy of the softmax.
+    # One more maximum for each of a thread's two rows, in each copy of the softmax.
     assert of_rows - of_before in ((2, 4, 6) if tracked else (0,))
     for kernel in ("query_gradients", "key_gradients"):
         assert found.spilled[kernel] == without.spilled[kernel]
@@ -321,8 +324,8 @@ def test_long_steps_hardly_spill(rule: RowMax, halved: bool) -> None:
     for kernel, report in found.reports.items():
         assert found.spilled[kernel] <= SPILLED[kernel][0], kernel
         assert not re.search(SERIALIZED, report), kernel
-    # S twice and P̄V forward. What the interpreter does not model: that nobody gives back what a
-    # product still reads.
+    # The forward kernel waits for S twice and for P̄V once. Until then nothing may release memory
+    # that a product still reads; the interpreter does not model that.
     products = re.findall(
         r"wgmma\.commit_group.*?wgmma\.wait_group\S* 0;", found.ptx["forward"], re.DOTALL
     )
@@ -339,10 +342,11 @@ def test_a_test_for_ties_is_a_comparison_a_node_and_a_vote_a_step(
         code(head_size, FLASH, DynamicMax(), long=long, tests_ties=on).ptx["forward"]
         for on in (True, False)
     )
-    # Of the first step and of the loop's; where tiles overlap, of the first step after another.
+    # One softmax for the first step and one in the loop. If tiles overlap, a third for the first
+    # step that follows another tile.
     softmaxes = 3 if head_size == 64 and not long else 2
     assert text.count("vote.sync.any") == softmaxes
-    nodes = 2 * 31 + 2 * 2  # two rows of 32 scores in a thread, and two exchanges for each
+    nodes = 2 * 31 + 2 * 2  # two rows of 32 scores per thread, and two exchanges per row
     comparisons, others = (
         len(re.findall(r"setp\.eq(?:\.or)?\.f32", ptx)) for ptx in (text, counting)
     )
@@ -351,7 +355,7 @@ def test_a_test_for_ties_is_a_comparison_a_node_and_a_vote_a_step(
 
 @pytest.mark.parametrize(("head_size", "most"), [(64, 56), (128, 104)])
 def test_what_is_spilled_where_dq_is_added_to(head_size: int, most: int) -> None:
-    """Most of it outside the mainloop, and nothing is stored within."""
+    """Most spills lie outside the mainloop, which stores nothing."""
     found = code(head_size, unordered=True)
     assert found.spilled["key_gradients"] <= most
     assert not re.search(SERIALIZED, found.reports["key_gradients"])
@@ -360,7 +364,7 @@ def test_what_is_spilled_where_dq_is_added_to(head_size: int, most: int) -> None
 
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_operands_are_rounded_once_and_products_are_warpgroups(head_size: int) -> None:
-    """Mosaic GPU may contract a rounded product and a sum to one `fma.rn.bf16x2`."""
+    """Mosaic GPU may contract a rounded product and a sum into one `fma.rn.bf16x2`."""
     for kernel, text in code(head_size).ptx.items():
         assert "fma.rn.bf16" not in text, kernel
         assert re.search(r"cvt\.rn\.bf16x2\.f32", text), kernel
@@ -386,7 +390,7 @@ def test_without_a_branch_for_masks_products_still_run_beside_others(
 
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_what_matched_adds_to_a_score(head_size: int) -> None:
-    """Forward an unpacking; in dQ's kernel a rounding; in that of dK and dV a product as well."""
+    """Forward an unpacking, in dQ's kernel a rounding, in dK and dV's a rounding and a product."""
     of_matched, of_flash = (code(head_size, x).ptx for x in (MATCHED_FLOAT32_OUTPUT, FLASH))
 
     def more(kernel: str, pattern: str) -> int:
@@ -404,16 +408,17 @@ def test_what_matched_adds_to_a_score(head_size: int) -> None:
             assert 0 < more(kernel, r"fma\.rn\.f32") <= exponentials
     scores = 2 * of_matched["forward"].count("lg2.approx")
     assert scores == 4
-    # α has no exponential, two rows in the first softmax and two in the loop.
+    # α needs no exponential, for two rows in the first softmax and two in the loop.
     assert more("forward", r"ex2\.approx") == -4
 
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_scores_add_to_nothing(head_size: int, long: bool) -> None:
-    """The first slice of q kᵀ and dO vᵀ; all others to the one before.
+    """The first slice of q kᵀ and of dO vᵀ starts a sum; every other slice adds to the one before.
 
-    In the loop, and before it where products of two steps meet: forward, backward at 128.
+    The sums lie in the loop, and also before it where the products of two steps meet: in the
+    forward kernel, and in the backward kernels at head size 128.
     """
     product = r"m64n\d+k16\.f32\.bf16\.bf16 \{.*?\}, a, b, (\w+), 1, 1, 0, 0;"
     slices = ["begins"] + ["adds"] * (head_size // 16 - 1)

@@ -1,4 +1,4 @@
-"""The trainer's Hopper kernels, cross-entropy and products with GELU, against float64 NumPy."""
+"""The trainer's Hopper kernels (cross-entropy, products with GELU) against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def products_are_checked(monkeypatch):
 
 
 def operands(rows, depth=DEPTH, columns=COLUMNS, scale=2.0):
-    """x or d_y [rows, depth] and w [depth, columns] in bfloat16; their product is of that scale."""
+    """x or d_y [rows, depth] and w [depth, columns], bfloat16; their product has size `scale`."""
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, depth))
     w = scale * rng.standard_normal((depth, columns)) / depth**0.5
@@ -41,19 +41,19 @@ def operands(rows, depth=DEPTH, columns=COLUMNS, scale=2.0):
 
 def check_value(x, w, h, y):
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    # A sum of so many float32 terms, of up to 16 in size, before it is rounded.
+    # The float32 sum of these terms, each up to 16 in size, before it is rounded.
     np.testing.assert_allclose(np.asarray(h, np.float64), exact, rtol=BFLOAT16, atol=2.0**-16)
     expected, _ = exact_gelu(np.asarray(h, np.float64))
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=BFLOAT16, atol=2.0**-18)
 
 
 def check_gradient(d_y, w, h, d_h):
-    """d_y wᵀ is rounded before it is multiplied; where it lies next to a tie, either way."""
+    """d_y wᵀ is rounded before the multiplication; next to a tie, either rounding is right."""
     exact = np.asarray(d_y, np.float64) @ np.asarray(w, np.float64)
     _, slope = exact_gelu(np.asarray(h, np.float64))
     near, far = (
         np.asarray(jnp.asarray(exact + error, jnp.bfloat16), np.float64) * slope
-        for error in (-(2.0**-16), 2.0**-16)  # of a sum, as above
+        for error in (-(2.0**-16), 2.0**-16)  # the error of a sum, as above
     )
     found = np.asarray(d_h, np.float64)
     margin = BFLOAT16 * np.maximum(abs(near), abs(far)) + 2.0**-16
@@ -61,7 +61,7 @@ def check_gradient(d_y, w, h, d_h):
     assert np.all(found <= np.maximum(near, far) + margin)
 
 
-# Rows in one tile, in a tile and a half, and in clusters of which the last has none but the first.
+# Rows of one tile, of a tile and a half, and of clusters whose last has rows for one program only.
 @pytest.mark.parametrize("rows", [64, 328, 712])
 @pytest.mark.parametrize("tile", [Tile(programs=4), Tile(programs=3, together=1)], ids=str)
 def test_a_product_and_its_gelu_are_those_of_float64(rows, tile):
@@ -97,7 +97,7 @@ def test_gelu_of_extreme_numbers_is_finite():
     x, w = operands(64, scale=1e4)
     h, y = gelu_products.product_and_gelu(x, w, interpret=True)
     exact, _ = exact_gelu(np.asarray(h, np.float64))
-    # 1 + tanh cancels in float64, where the kernel has one exponential.
+    # In float64, 1 + tanh cancels; the kernel uses one exponential instead.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=BFLOAT16, atol=2.0**-50)
     d_h = gelu_products.gelu_gradient_of_product(x, w.T / 1e4, h, interpret=True)
     assert np.all(np.isfinite(np.asarray(d_h, np.float32)))
@@ -119,7 +119,7 @@ def test_products_off_the_tiles_are_refused(shape, bad):
         gelu_products.product_and_gelu(x, w)
 
 
-# No whole step, steps in one piece, in several, with and without a remainder; GPT-2's.
+# Less than a step; steps in one piece and in several, with and without a remainder; GPT-2's width.
 @pytest.mark.parametrize("width", [128, 2048, 128 * 37, 128 * 96, 50304])
 @pytest.mark.parametrize("programs", [2, 264])
 def test_cross_entropy_is_that_of_float64(width, programs):
@@ -186,7 +186,7 @@ def test_the_kernels_serve_bfloat16_on_hopper_and_nothing_else():
 
 
 def test_the_mlp_is_that_of_its_layers_bit_by_bit():
-    """Lowered for a CPU, so by plain JAX; what is tested is how its gradients are put together."""
+    """Plain JAX on a CPU computes the layers, so this tests how gradients are put together."""
     rngs = nnx.Rngs(0)
     options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
     layers = nnx.Linear(128, 512, **options), nnx.Linear(512, 128, **options)
@@ -203,7 +203,7 @@ def test_the_mlp_is_that_of_its_layers_bit_by_bit():
         return y, gradients
 
     def run():
-        # Otherwise XLA leaves out roundings, and not the same ones every time.
+        # Otherwise XLA omits roundings, and different ones from time to time.
         options = {"xla_allow_excess_precision": False}
         return jax.jit(lambda *x: both(*x), compiler_options=options)(x, weights)
 
@@ -220,14 +220,14 @@ def test_the_mlp_is_that_of_its_layers_bit_by_bit():
 def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     if not is_hopper(kind := device_kind()):
         pytest.skip(f"{kind} is no Hopper GPU")
-    x, w = operands(20_000, 768, 3072)  # more tiles than programs, and rows beyond the last
+    x, w = operands(20_000, 768, 3072)  # more tiles than programs, and a partial last tile
     h, y = value = gelu_products.product_and_gelu(x, w)
     check_value(x, w, h, y)
     d_y = operands(20_000, 768)[0][::-1]
     d_h = gelu_products.gelu_gradient_of_product(d_y, w.T, h)
     check_gradient(d_y, w, h, d_h)
     logits, targets = logits_and_targets(50304, dtype="bfloat16")
-    losses = cross_entropy.cross_entropy_rows(logits, targets, programs=2)  # some rows each
+    losses = cross_entropy.cross_entropy_rows(logits, targets, programs=2)  # some rows per program
     exact_loss, exact = exact_cross_entropy(logits, targets)
     np.testing.assert_allclose(losses[0], exact_loss, atol=4 * 2.0**-15)
     np.testing.assert_allclose(
@@ -240,7 +240,7 @@ def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     )
     for a, b in zip((*value, d_h, *losses), again, strict=True):
         np.testing.assert_array_equal(a, b)
-    # One cluster or single programs, and what is left to XLA.
+    # Tiles of one cluster or of single programs, and the products that are left to XLA.
     for a, b in zip(
         (h, y, d_h),
         (

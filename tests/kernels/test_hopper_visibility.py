@@ -1,4 +1,4 @@
-"""Rows that see some keys alone, in the interpreted Hopper kernels: which steps they visit."""
+"""Masks in the interpreted Hopper kernels: which steps of keys and queries they visit."""
 
 import dataclasses
 import itertools
@@ -37,14 +37,14 @@ pytestmark = [
 ]
 
 SIZES = harness.HOPPER_TILES
-# Three warpgroups of 64 rows, whose steps of 64 keys begin and end one after the other.
+# Three warpgroups of 64 rows each, whose steps of 64 keys begin and end one after the other.
 TALL = dataclasses.replace(
     SIZES,
     forward=ForwardTile(warpgroups=3, step=64, owned_stages=1),
     query_gradients=BackwardTile(warpgroups=3, step=64, owned_stages=1),
     key_gradients=BackwardTile(warpgroups=3, step=64, owned_stages=1),
 )
-# One head of two query tiles and a half.
+# One head with two and a half query tiles.
 CASE = Case(
     batch=1, rows=320, keys=320, heads=1, kv_heads=1, head_size=64, dtype="bfloat16", is_causal=True
 )
@@ -65,7 +65,7 @@ def call(
 
 
 def cooperative(sizes: BlockSizes = SIZES) -> BlockSizes:
-    """Two warpgroups share 64 rows in both backward kernels."""
+    """Tiles for which two warpgroups share 64 rows in both backward kernels."""
     tile = BackwardTile(step=64, owned_stages=1, cooperative=True)
     return dataclasses.replace(sizes, query_gradients=tile, key_gradients=tile)
 
@@ -135,7 +135,7 @@ def test_packed_arrays_with_segments_give_the_same_bits() -> None:
 
 
 def test_tiles_of_other_segments_are_not_read() -> None:
-    """What they hold, NaN, reaches no sum; nor does a mask of ids, where there is one segment."""
+    """They hold NaN, which reaches no sum; nor is a mask of ids applied within one segment."""
     case = dataclasses.replace(FULL, rows=384, keys=384, segments=True)
     of = call(case)
     arrays, extras = operands_of(case)
@@ -156,12 +156,13 @@ def test_tiles_of_other_segments_are_not_read() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_tiles_beyond_a_window_are_not_read(is_causal: bool) -> None:
-    """What they hold, NaN, reaches no sum."""
+    """They hold NaN, which reaches no sum."""
     case = dataclasses.replace(CASE, rows=448, keys=448, is_causal=is_causal, window=(10, 10))
     of = call(case)
     arrays, extras = operands_of(case)
     clean = run(case, of)
-    # dK sees δ of rows that see other keys: two windows, and the tiles that these lie in.
+    # dK reads δ of rows that also see other keys, so the NaN must be two windows away, plus their
+    # tiles.
     for ends, others in ((slice(0, 64), slice(-128, None)), (slice(-64, None), slice(0, 128))):
         poisoned = dict(arrays)
         for name in ("q", "k", "v", "do"):
@@ -173,7 +174,7 @@ def test_tiles_beyond_a_window_are_not_read(is_causal: bool) -> None:
 
 
 def seen_in_window(rows: int, keys: int, spec: Spec) -> np.ndarray:
-    """Which rows see which keys [rows, keys]."""
+    """Which row sees which key, [rows, keys]."""
     row, key = np.arange(rows)[:, None], np.arange(keys)
     assert spec.window is not None
     left, right = spec.window
@@ -183,7 +184,7 @@ def seen_in_window(rows: int, keys: int, spec: Spec) -> np.ndarray:
 @pytest.mark.parametrize("order", ["sorted", "shuffled", "few", "extreme"])
 @pytest.mark.parametrize("lengths", [False, True])
 def test_steps_of_segments(order: str, lengths: bool) -> None:
-    """All that some row of a tile sees are visited; of sorted ids no others; masks where needed."""
+    """Every step that some row of a tile sees is visited; if ids are sorted, no other step is."""
     from pallas_kernels.gpu.hopper.segments import Segments
 
     rng = np.random.default_rng(0)
@@ -191,7 +192,7 @@ def test_steps_of_segments(order: str, lengths: bool) -> None:
     ids = [np.sort(rng.integers(0, 5, (batch, size))) for size in (rows, keys)]
     if order == "shuffled":
         ids = [rng.permuted(x, axis=1) for x in ids]
-    elif order == "few":  # most rows see nothing
+    elif order == "few":  # most rows see no key
         ids[1] = ids[1] + 4
     elif order == "extreme":
         largest = np.iinfo(np.int32).max
@@ -230,7 +231,7 @@ def check_bounds(bounds: np.ndarray, seen: np.ndarray, tile: ForwardTile, *, tig
         of_block = seen[i * ROWS : (i + 1) * ROWS]
         for t in range(clear, full):
             assert of_block[:, t * tile.step : (t + 1) * tile.step].all()
-        if tight:  # every step within, but the last, which the end of the arrays may cut
+        if tight:  # every step in the range except the last, which the end of the arrays may cut
             whole = [
                 t
                 for t in range(begin, end)
@@ -240,7 +241,7 @@ def check_bounds(bounds: np.ndarray, seen: np.ndarray, tile: ForwardTile, *, tig
 
 
 def by_blocks(x: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """x [rows, keys] with blocks of so many along an axis, the last one filled up with False."""
+    """Splits an axis of x [rows, keys] into blocks of `size`, the last one padded with False."""
     missing = -x.shape[axis] % size
     widths = [(0, missing if i == axis else 0) for i in range(2)]
     shape = list(x.shape)
@@ -252,7 +253,7 @@ def by_blocks(x: np.ndarray, axis: int, size: int) -> np.ndarray:
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.parametrize("step", [64, 128])
 def test_steps_of_a_window(is_causal: bool, warpgroups: int, step: int) -> None:
-    """Those that some row of a tile sees, no others; without a mask those that all rows see."""
+    """Visits steps that some row of a tile sees and no others, with masks unless all rows see."""
     forward, backward = (of(warpgroups=warpgroups, step=step) for of in (ForwardTile, BackwardTile))
     sizes = dataclasses.replace(SIZES, forward=forward)
     for (rows, keys), left, right in itertools.product(
@@ -263,7 +264,7 @@ def test_steps_of_a_window(is_causal: bool, warpgroups: int, step: int) -> None:
         )
         spec = call(case, sizes=sizes).spec
         problem = problem_of(rows, keys, spec)
-        # The last tile has rows, or keys, that do not exist; they count as others do.
+        # The last tile contains rows, or keys, that do not exist but count like the others.
         whole = (-(-length // forward.owned) * forward.owned for length in (rows, keys))
         check_key_steps(problem, seen_in_window(next(whole), keys, spec), forward)
         check_query_steps(problem, seen_in_window(rows, next(whole), spec), backward)
@@ -296,7 +297,7 @@ def check_key_steps(problem: Any, seen: np.ndarray, tile: ForwardTile) -> None:
         mask = np.asarray(keys.takes_mask(jnp.int32(t)))
         for i in np.flatnonzero(visits):
             part = seen[i * ROWS : (i + 1) * ROWS, step[i] * tile.step : (step[i] + 1) * tile.step]
-            # A step that ends beyond the keys takes one too.
+            # A step that ends beyond the keys is masked, too.
             assert mask[i] == (not part.all() or part.shape[1] < tile.step)
     seen_by = by_blocks(by_step.any(axis=2), 0, ROWS).any(axis=1)
     for i, visited in enumerate(seen_by):

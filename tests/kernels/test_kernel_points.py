@@ -1,7 +1,7 @@
-"""Every numerics point of the kernels, beside others and alone: it is there, its mutant fails.
+"""Every numerics point of the kernels rounds, with others and alone, and its mutant fails.
 
-Interpreted on any machine. `test_gpu_device.py` has the same on a device; `test_ptx.py` and
-`test_tpu_compile.py` find the roundings in the code for the chips.
+These tests run interpreted on any machine. `test_gpu_device.py` has the same tests on a device;
+`test_ptx.py` and `test_tpu_compile.py` find the roundings in the machine code.
 """
 
 import functools
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-# Several steps for a row, so that `rescale` acts.
+# A row has several steps, so that `rescale` acts.
 CASES = {"gpu": CAUSAL, "tpu": Case(batch=1, rows=20, keys=140, heads=1, kv_heads=1)}
 TILES: dict[str, dict[str, Any]] = {"gpu": {"sizes": harness.GPU_TALL}, "tpu": {}}
 
@@ -33,7 +33,7 @@ def call_of(kernels: str, chosen: Numerics, **options: Any) -> Call:
 
 
 def result_with(kernels: str, *points: str) -> harness.Arrays:
-    """Backward only where some point acts there."""
+    """The result with these points; the backward pass runs only if a point acts there."""
     backward = not set(points) <= set(FORWARD)
     return run(CASES[kernels], call_of(kernels, with_points(*points), backward=backward))
 
@@ -48,7 +48,7 @@ def reached_by(point: str, result: harness.Arrays) -> set[str]:
 
 
 def check_point(kernels: str, result: harness.Arrays, point: str, *others: str) -> None:
-    """`point` acts where it should, whatever the others do."""
+    """Checks that `point` rounds where it should, with the others on as well."""
     on, off = (
         {name: plain_with(kernels, *points)[name] for name in result}
         for points in ((*others, point), others)
@@ -71,7 +71,7 @@ def test_a_rounding_is_there_alone(kernels: str, point: str) -> None:
     check_point(kernels, result_with(kernels, point), point)
 
 
-# One that acts in both passes, and one at an operand of a product.
+# A point that acts in both passes, and a point at an operand of a product.
 MUTANTS = list(itertools.product(KERNELS, KERNEL_POINTS))
 FAST_MUTANTS = [("gpu", "scores"), ("tpu", "ds")]
 
@@ -91,12 +91,12 @@ def test_a_mutant_that_skips_the_rounding_is_noticed(
         {name: plain[name] for name in mutant}
         for plain in (plain_with(kernels, point), plain_with(kernels))
     )
-    assert closer(mutant, off, on) == reached_by(point, mutant)  # it lies where the point is off
+    assert closer(mutant, off, on) == reached_by(point, mutant)  # as if the point were off
     with pytest.raises(AssertionError, match="between on and off"):
         check_point(kernels, mutant, point)
 
 
-# In the others presets differ, which test_kernels.py tells from each other.
+# Presets differ in the other choices, and test_kernels.py tells presets apart.
 SERVED = [name for name in CHOICES if "normalize_probs" not in name]
 DECLINED_ON_TPU = ("mean_key", "whole_max", "recomputed_probs", "divided_in_dv")
 IN_NO_PRESET_ALONE = (
@@ -126,7 +126,7 @@ def test_choice_is_there(choice_of: tuple[str, str]) -> None:
 
 
 def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:
-    """At all of them at once, which leaves no operand and no store out."""
+    """At all points at once, so that no operand and no store is left out."""
     chosen, fine = (
         EXACT.replace(**dict.fromkeys(KERNEL_POINTS, fmt), saved_output="same")
         for fmt in ("bf16_m2", "bfloat16")

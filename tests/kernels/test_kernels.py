@@ -1,7 +1,7 @@
-"""What the kernels of both devices do alike, in the interpreter: presets, rules, bits, tiles, vmap.
+"""What the kernels of both devices have in common, interpreted: presets, rules, bits, tiles, vmap.
 
 Cases are in `test_attention.py`, numerics points in `test_kernel_points.py`, refusals in
-`test_refusals.py`. What compiled kernels compute is in `test_gpu_device.py`, `test_tpu_device.py`.
+`test_refusals.py`. `test_gpu_device.py` and `test_tpu_device.py` test the compiled kernels.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-# Presets that differ from another in what δ reads alone.
+# Presets that differ from another preset only in what δ reads.
 OTHER_DELTA = dict.fromkeys(
     (
         *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
@@ -56,7 +56,7 @@ PRESETS_OF_KERNELS = [
     for preset in PRESETS
     if kernels == "gpu" or "matched" not in preset
 ]
-# The cases of test_attention.py are in `exact`; every other choice stands in one of these.
+# `exact` runs the cases of test_attention.py. Every other choice occurs in one of these presets.
 FAST_PRESETS = [
     (kernels, preset)
     for kernels in KERNELS
@@ -92,11 +92,12 @@ RULES_OF_PRESETS = [(*of, rule) for of in PRESETS_OF_KERNELS for rule in OTHER_R
 
 
 def is_fast(preset: str, rule: str) -> bool:
-    """Rules act in the forward pass: that of `flash`, and of the public code with its own.
+    """Whether the rule with this preset is not a slow test.
 
-    The lazy one is in the next test, where it differs from the standard one. Where scores and m are
-    rounded as well, test_tpu_row_max.py, test_gpu_row_max.py and the bits of test_tpu_kernels.py
-    have each rule.
+    Rules act in the forward pass, so they are tried with the forward pass of `flash` and with that
+    of the public code and its own rules. The next test has the lazy rule, in a case where it
+    differs from the standard rule. With rounded scores and m, test_tpu_row_max.py,
+    test_gpu_row_max.py and the bits of test_tpu_kernels.py have each rule.
     """
     return (preset == "flash" and rule != "lazy_max") or (preset, rule) in (
         ("published", "published"),
@@ -116,12 +117,12 @@ def test_presets_with_other_rules_are_as_accurate_as_plain(rule_of: tuple[str, s
     call = kernel_call(kernels, case, PRESETS[preset], RULES[rule], backward=backward)
     result = check_accuracy(case, call)
     if preset in ("exact", "stochastic_output") or "matched" in preset:
-        return  # which does not depend on the rule; the second is not `plain` bit by bit
+        return  # O ignores the rule, or is stochastic and not `plain` to the bit
     if rule == "lazy_max":
-        return  # no maximum of the case grows in a later step; the next test has some that do
+        return  # no maximum of this case grows in a later step; the next test has some
     standard = kernel_call(kernels, case, PRESETS[preset])
     plain = ({name: run_plain(case, how)[name] for name in result} for how in (call, standard))
-    assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum of the rule
+    assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum that the rule chose
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -149,14 +150,14 @@ WINDOWED = {
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_steps_outside_the_window_do_not_exist(kernels: str) -> None:
-    """The published rule would move m there, and every step rounds Ō anew."""
+    """Otherwise the published rule would move m there, and the step would round Ō once more."""
     case = WINDOWED[kernels]
     call = kernel_call(kernels, case, numerics.PUBLISHED_EAGER, RULES["published"], backward=False)
     check_accuracy(case, call)
 
 
-# A case, the tiles of `tiled`, and the share of roundings that another order of a sum may tip over.
-# On the TPU's longer rows one that is tipped over tips others over, with every point rounded.
+# A case, the tiles of `tiled`, and the share of roundings that another order of a sum may tip. On
+# the TPU's longer rows, with every point rounded, a tipped rounding tips others.
 RANDOM = {
     "gpu": (
         dataclasses.replace(CAUSAL, heads=4, kv_heads=2, value_size=20),
@@ -181,9 +182,9 @@ def test_random_bits_are_those_of_tiled(kernels: str) -> None:
         assert harness.share_of_other_roundings(ours[name], x) < share, name
 
 
-# Ō is a sum of numbers in bfloat16, with more bits than they have, until it is rescaled.
+# Until it is rescaled, Ō is a sum of bfloat16 numbers that has more bits than they have.
 ROUNDED_WHEN_RESCALED = EXACT.replace(probs="bfloat16", row_sum="rounded", rescale="bfloat16")
-# One tile of two steps, of which the second does not exist for the first rows.
+# One tile of two steps, the second of which does not exist for the first rows.
 TPU_TALL = BlockSizes(
     forward=Tile(query=256, kv=256),
     key_gradients=Tile(query=256, kv=128),

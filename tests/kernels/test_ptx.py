@@ -1,6 +1,6 @@
-"""The kernels compiled for an H200 on a host without a GPU: the roundings are in the machine code.
+"""The GPU kernels compiled for an H200 without a GPU: the roundings are in the machine code.
 
-Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
+This needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm, but no device. `pytest -m ptx`.
 """
 
 import functools
@@ -47,7 +47,7 @@ FEWER_REGISTERS_SINCE_0_11 = pytest.mark.xfail(
 KERNELS = ("forward", "key_gradients", "query_gradients")
 KEY, QUERY = "key_gradients", "query_gradients"
 
-# Points, and the kernels that round at them; `output` and `grads` are cast when they are stored.
+# Points and the kernels that round at them; `output` and `grads` are cast when they are stored.
 ROUNDED_IN = {
     "scores": set(KERNELS),
     "shift": {"forward"},
@@ -99,14 +99,14 @@ def ptx(
 
 
 def dumped(program: Any) -> list[str]:
-    """The PTX of a lowered program, one text per kernel of its own or group of XLA's."""
+    """The PTX of a lowered program: one text per Pallas kernel or group of XLA's kernels."""
     with tempfile.TemporaryDirectory() as folder:
         program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
         return [path.read_text() for path in Path(folder).glob("*.ptx")]
 
 
 def conversions(text: str, fmt: str) -> int:
-    """Values that the code rounds to a format."""
+    """The number of values that the code rounds to a format."""
     pairs, singles = (
         len(re.findall(rf"cvt\.rn\.{name}\.f32", text))
         for name in ({"bfloat16": ("bf16x2", "bf16"), "float16": ("f16x2", "f16")}[fmt])
@@ -120,14 +120,14 @@ def changed(before: dict[str, str], after: dict[str, str], fmt: str) -> set[str]
 
 @pytest.mark.parametrize("point", ROUNDED_IN)
 def test_float16_roundings_are_there(point: str) -> None:
-    """`exact` splits operands into bfloat16 terms and has no conversion to float16 of its own."""
+    """`exact` splits operands into bfloat16 terms, so it has no other conversion to float16."""
     assert (
         changed(ptx(EXACT), ptx(EXACT.replace(**{point: "float16"})), "float16")
         == ROUNDED_IN[point]
     )
 
 
-# `grads` and `value` have the format of q and v already.
+# `grads` and `value` already have the format of q and v.
 IN_BFLOAT16 = set(ROUNDED_IN) - {"grads", "value"}
 
 
@@ -144,12 +144,12 @@ def test_bfloat16_roundings_are_there(point: str) -> None:
 @pytest.mark.parametrize(("target", "spilled"), [(H200, 0), (A100, 32)], ids=["H200", "A100"])
 @pytest.mark.parametrize("preset", ["flash", "normalized_delta"])
 def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: int) -> None:
-    """`tanh.approx` is off by 2^-11, by 0.02 of an exponent at a cap of 50."""
+    """`tanh.approx` has an error of 2^-11, which is 0.02 of an exponent at a cap of 50."""
     chosen = numerics.PRESETS[preset]
     texts = ptx(chosen, target=target, soft_cap=50.0)
     for name, text in texts.items():
         assert "tanh.approx" not in text, name
-        # Of tanh x = 1 − 2 / (1 + exp 2x), once per score.
+        # tanh x = 1 − 2 / (1 + exp 2x) needs one reciprocal per score.
         assert len(re.findall(r"rcp\.approx|div\.full", text)) > 8, name
         report = assembled(text)
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
@@ -157,7 +157,7 @@ def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: i
 
 @pytest.mark.parametrize(("preset", "spilled"), [("flash", 0), ("normalized_delta", 64)])
 def test_values_of_another_head_size_fit(preset: str, spilled: int) -> None:
-    """192 and 128, as in multi-head latent attention: the tiles are those of 256."""
+    """Head sizes 192 and 128, as in multi-head latent attention, use the tiles of 256."""
     q, v = (jax.ShapeDtypeStruct((1, 256, 2, size), jnp.bfloat16) for size in (192, 128))
     spec = Spec(
         numerics=numerics.PRESETS[preset], row_max=StandardMax(), scale=0.07, is_causal=True
@@ -200,7 +200,7 @@ def test_sinks_cost_the_kernels_no_spills() -> None:
 
 
 def test_matched_rounds_its_probs_in_every_kernel() -> None:
-    """In pairs, and P̄ of the backward kernels once more than P, an operand, and dS."""
+    """In pairs. The backward kernels round P̄ in addition to P, which is an operand, and dS."""
     texts = ptx(MATCHED.replace(saved_output="float32"))
     once = ptx(MATCHED.replace(saved_output="float32", recomputed_probs="unrounded"))
     assert changed(once, texts, "bfloat16") == {KEY, QUERY}
@@ -211,7 +211,7 @@ def test_matched_rounds_its_probs_in_every_kernel() -> None:
 
 @pytest.mark.parametrize("point", ROUNDED_IN)
 def test_shortened_significands_are_rounded_on_their_bits(point: str) -> None:
-    """bf16_m3 drops twenty bits of a float32: half of their range, less one, is added first."""
+    """bf16_m3 drops twenty bits of a float32, and first adds half of their range, less one."""
     texts = ptx(EXACT.replace(**{point: "bf16_m3"}))
     half = re.compile(rf"add\.s32\s.*\b{2**19 - 1};")
     assert {name for name in KERNELS if half.search(texts[name])} == ROUNDED_IN[point]
@@ -219,7 +219,7 @@ def test_shortened_significands_are_rounded_on_their_bits(point: str) -> None:
 
 
 def test_flash_rounds_its_operands_once() -> None:
-    """P̄, P and dS go into the products as pairs; the other conversions are those of stores."""
+    """P̄, P and dS enter the products as pairs; stores have the other conversions."""
     for name, text in ptx(FLASH).items():
         assert conversions(text, "bfloat16") > 0, name
         assert "cvt.rn.bf16.f32" not in text, name
@@ -241,14 +241,14 @@ def test_products_are_on_the_tensor_cores_and_never_tf32(preset: str) -> None:
         ("flash", 128, "bfloat16", 512),  # dK and dV
         ("flash", 256, "bfloat16", 0),
         ("published", 64, "bfloat16", 256),
-        ("published", 80, "bfloat16", 2048),  # products of dK and dV apart from their sums
+        ("published", 80, "bfloat16", 2048),  # products of dK and dV are kept apart from their sums
         ("published_eager", 64, "bfloat16", 256),
         ("normalized_delta", 64, "bfloat16", 0),
         ("normalized_delta", 128, "bfloat16", 768),
         ("matched", 64, "bfloat16", 0),
         ("matched", 128, "bfloat16", 768),  # dK and dV
         ("matched", 256, "bfloat16", 0),
-        # Three terms of an operand need room: these were the fastest tiles all the same.
+        # Three terms of an operand need room. These were the fastest tiles nevertheless.
         ("exact", 64, "bfloat16", 64),
         ("exact", 128, "bfloat16", 4096),
         ("exact", 256, "float32", 16384),
@@ -286,7 +286,7 @@ def test_tiles_of_untuned_gpus_fit(
 @pytest.mark.parametrize("rule", [StandardMax(), numerics.DynamicMax()], ids=str)
 @pytest.mark.parametrize("preset", ["flash", "exact", "published"])
 def test_products_on_blackwell(preset: str, rule: RowMax) -> None:
-    """Its own tensor cores' or, for some tiles, those of a warp; Hopper's are not there."""
+    """With Blackwell's tensor cores or, for some tiles, those of a warp, but never Hopper's."""
     chosen = numerics.PRESETS[preset].replace(kv_block=None)
     texts = ptx(chosen, rule, target=B200)
     for name, text in texts.items():
@@ -305,7 +305,7 @@ def test_products_on_blackwell(preset: str, rule: RowMax) -> None:
     ("preset", "head_size"), [("flash", 64), ("flash", 128), ("published", 64)]
 )
 def test_products_run_beside_other_instructions(preset: str, head_size: int) -> None:
-    """`ptxas` reports where it makes every tensor-core instruction wait for the one before."""
+    """`ptxas` reports where it makes each tensor-core instruction wait for the one before."""
     for name, text in ptx(numerics.PRESETS[preset], head_size=head_size).items():
         assert "serialized" not in assembled(text), name
 
@@ -322,7 +322,7 @@ def test_products_run_beside_other_instructions(preset: str, head_size: int) -> 
 def test_programs_of_the_cross_entropy_share_a_multiprocessor(
     dtype: str, z_loss: float, programs: int
 ) -> None:
-    """One reads while another computes: with fewer the kernel waits for memory."""
+    """One program reads while another computes; with fewer programs the kernel waits for memory."""
     logits = jax.ShapeDtypeStruct((64, 50304), jnp.dtype(dtype))
     targets = jax.ShapeDtypeStruct((64,), jnp.int32)
     rows = functools.partial(cross_entropy_rows, dtype=jnp.bfloat16, z_loss=z_loss)
@@ -338,7 +338,7 @@ def test_programs_of_the_cross_entropy_share_a_multiprocessor(
 def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(
     preset: str, kv_block: int
 ) -> None:
-    """Whether a step has one tile or eight: with two programs it takes a third longer."""
+    """With one tile per step or eight. With two programs the kernel would take a third longer."""
     chosen = numerics.PRESETS[preset].replace(kv_block=kv_block)
     q = jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)
     spec = Spec(numerics=chosen, row_max=StandardMax(), scale=0.125, is_causal=True)
@@ -353,12 +353,12 @@ def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(
 
 
 def programs_at_once(text: str) -> int:
-    """Programs of a kernel for whose registers a multiprocessor has room."""
+    """The number of programs of a kernel whose registers fit a multiprocessor."""
     threads, registers = (
         int(re.findall(pattern, report)[0])
         for pattern, report in ((r"\.reqntid (\d+)", text), (r"Used (\d+)", assembled(text)))
     )
-    # Registers come in eights per thread, 65,536 to a multiprocessor.
+    # A thread gets registers in groups of eight, from the 65,536 of a multiprocessor.
     return 65536 // (threads * -(-registers // 8) * 8)
 
 
@@ -375,25 +375,25 @@ def programs_at_once(text: str) -> int:
 def test_ties_are_counted_where_the_product_left_the_scores(
     preset: str, head_size: int, dtype: str
 ) -> None:
-    """Threads that exchanged scores first would count those of other rows."""
-    kv_block = 64 if preset == "published" else None  # in longer steps ties are counted once a step
+    """If threads exchanged scores first, they would count scores of other rows."""
+    kv_block = 64 if preset == "published" else None  # longer steps count ties once per step
     chosen = numerics.PRESETS[preset].replace(kv_block=kv_block)
     standard = ptx(chosen, StandardMax(), head_size, dtype)["forward"]
     for rule in (numerics.DynamicMax(), numerics.PublishedMax()):
         text = ptx(chosen, rule, head_size, dtype)["forward"]
-        assert len(re.findall(r"mma\.sync\S+\.b1\.b1\S+\.and\.popc", text)) == 2  # two loops
+        assert len(re.findall(r"mma\.sync\S+\.b1\.b1\S+\.and\.popc", text)) == 2  # one per loop
         assert "shfl.sync.idx" not in text
         assert text.count("st.shared") <= standard.count("st.shared")
 
 
 def test_powers_of_two_are_single_instructions() -> None:
-    """Without `.ftz` the assembler adds three for results below the smallest normal number."""
+    """Without `.ftz` the assembler adds three instructions, for results that are subnormal."""
     for name, text in ptx(FLASH).items():
         assert set(re.findall(r"ex2\.\S+", text)) == {"ex2.approx.ftz.f32"}, name
 
 
 def assembled(text: str) -> str:
-    """The report of `ptxas` on registers and spills."""
+    """The report of `ptxas` about registers and spills."""
     (ptxas,) = (found for root in nvidia.__path__ for found in Path(root).glob("*/bin/ptxas"))
     target = re.search(r"\.target (\w+)", text)
     assert target is not None
@@ -414,13 +414,14 @@ def assembled(text: str) -> str:
 def test_a_training_step_has_no_loops_and_adds_products_in_place(
     logits: str, chunks: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop splits the CUDA graph of a step; a sum of products apart from them is one more pass.
+    """A loop would split the CUDA graph of a step; a separate sum of products is one more pass.
 
-    In place are the chunks of the loss after the first, in the gradient of the embedding, and the
-    gradients of a norm by two of three projections, which packed are one. Nobody copies q, k, v or
-    a gradient of them. Products write logits of either format. GELU belongs to the product before
-    it, and none of its steps is left to be carried out in bfloat16: by a kernel of ours where JAX
-    has Mosaic GPU's, as its gradient then belongs to one, else by cuBLAS.
+    These sums are added in place: the chunks of the loss after the first, in the gradient of the
+    embedding; and the gradients of a norm through two of three projections (packed projections are
+    one). q, k, v and their gradients are not copied. Products write logits of either format. GELU
+    is fused into the product before it, and none of its operations remains in bfloat16. Where JAX
+    has Mosaic GPU, a kernel of this project does that, with a fused gradient as well; elsewhere
+    cuBLAS does.
     """
     settings = tiny_settings(
         model__layers=1,
@@ -452,7 +453,7 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
 
 
 def test_gradients_are_reduced_where_they_lie() -> None:
-    """By one all-reduce of several arrays, which XLA does not copy into one and out of it again."""
+    """One all-reduce takes several arrays, which XLA does not copy into one array and out again."""
     mesh = Mesh(np.array(devices_of(H200, 2)), ("data",))
     whole = PartitionSpec()
     mean = jax.shard_map(

@@ -1,4 +1,4 @@
-"""The command that records what a GPU computes: it runs every check, and calls no fault clean."""
+"""The command that records what a GPU computes runs every check, and passes no run with a fault."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ def test_every_check_is_run_once() -> None:
 
 
 def sanitizer(path: Path, *lines: str, code: int = 0) -> str:
-    """A program that says `lines` instead of sanitizing."""
+    """A program that prints `lines` in place of a sanitizer."""
     program = path / "sanitizer"
     program.write_text(
         f"#!{sys.executable}\nprint({chr(10).join(lines)!r})\nraise SystemExit({code})"
@@ -56,7 +56,7 @@ def test_a_run_that_takes_too_long_is_killed_and_fails(
         ("flash", [LAUNCHED], 0),  # no verdict
         ("flash", [CLEAN], 0),  # nothing was launched
         ("flash", [LAUNCHED, CLEAN], 1),
-        ("beyond", ["launched beyond: 1 calls", CLEAN], 0),  # a fault that it did not see
+        ("beyond", ["launched beyond: 1 calls", CLEAN], 0),  # it overlooked the fault
         ("beyond", [], 1),
     ],
 )

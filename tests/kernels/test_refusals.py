@@ -1,4 +1,4 @@
-"""What the kernels decline, by name, and who serves it instead; tiles that they refuse."""
+"""What the kernels decline, which implementation serves it instead, and tiles that they refuse."""
 
 import dataclasses
 from typing import Any
@@ -66,7 +66,7 @@ def test_forcing_the_kernels_where_they_serve(kernels: str, asked: Request) -> N
 
 
 BY_TILED, BY_DENSE, BY_BOTH = "use tiled", "use dense", "use tiled or dense"
-BY_NONE = "no other implementation does either"  # where tiles of the kernels were given
+BY_NONE = "no other implementation does either"  # if tiles of the kernels were given
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""The TPU kernels compiled by the TPU's own compiler, for every generation, on a host without one.
+"""The TPU kernels compiled by the TPU's compiler, for every generation, without a TPU.
 
-Needs libtpu (`pip install -e '.[tpu-compile]'`); no device. `pytest -m tpu_compile`.
+This needs libtpu (`pip install -e '.[tpu-compile]'`), but no device. `pytest -m tpu_compile`.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ Schedules = dict[str, Schedule]
 
 @functools.cache
 def results(calls: tuple[Call, ...]) -> dict[Call, Result]:
-    """Compiles all calls in one process: it takes as long to start as some of them to compile."""
+    """Compiles all calls in one process, whose start takes as long as some compilations."""
     return dict(zip(calls, compile_calls(calls), strict=True))
 
 
 def kernels(call: Call, calls: tuple[Call, ...]) -> Schedules:
-    """The compiled kernels of a call, one of `calls`, by name."""
+    """The compiled kernels of a call, by name; `calls` are compiled together with it."""
     result = results(calls)[call]
     assert result.error is None, result.error
     names = "|".join((FORWARD, KEY, QUERY, DELTA))
@@ -54,7 +54,7 @@ def kernels(call: Call, calls: tuple[Call, ...]) -> Schedules:
 
 
 def large(generation: str, **changes: Any) -> Call:
-    """A call on arrays so large that XLA does not keep them in VMEM whole: it takes windows."""
+    """A call on arrays too large for XLA to keep whole in VMEM, so that it takes windows."""
     call = Call(generation=generation, **changes)
     return dataclasses.replace(call, batch=2**18 // call.length)
 
@@ -76,7 +76,8 @@ GROUPS = {
         for generation in TOPOLOGIES
         for length, rule in ((1024, "dynamic_max"), (32768, "standard"))
     ),
-    # Each on one of the two, in turn: compilers differ by generation, the kernels do not.
+    # Each preset runs on one of two generations in turn: compilers differ by generation, kernels do
+    # not.
     "presets": tuple(
         Call(generation=generation, preset=preset)
         for generation, preset in zip(
@@ -109,7 +110,8 @@ GROUPS = {
         large("v5e", preset="exact", has_mask=True, length=8192),
         large("v5e", preset="exact", has_segments=True, window=(2000, 0), head_size=256),
     ),
-    # Steps of several tiles: by default where one does not fit, or because the tile says so.
+    # Steps of several tiles: by default because one tile does not fit, or because of the given
+    # tile.
     "steps": tuple(
         Call(generation=generation, preset=preset, row_max="published", **changes)
         for generation, preset, changes in (
@@ -120,7 +122,7 @@ GROUPS = {
             ("v5e", "flash", {"points": (("kv_block", 4096),), "length": 8192}),
         )
     ),
-    # What takes most memory: `exact` has the most terms of operands to keep.
+    # The calls that take most memory; `exact` keeps the most terms of operands.
     "memory": (
         large("v5e", row_max="dynamic_max"),
         large("v5e", preset="published", head_size=128),
@@ -140,7 +142,7 @@ GROUPS = {
 
 
 def label(call: Call) -> str:
-    """What of a call is not the default."""
+    """The fields of a call that differ from their defaults."""
     pairs = ((field, getattr(call, field.name)) for field in dataclasses.fields(Call))
     return "-".join(
         f"{field.name}={value}" if isinstance(value, int) else str(value)
@@ -167,7 +169,7 @@ def test_kernels_compile_and_take_no_more_memory_than_foretold(group: str, call:
 
 
 def memory_bound(call: Call, kernel: str) -> int:
-    """What the kernel may take of VMEM."""
+    """The bytes of VMEM that the kernel may use."""
     given: Any = call.spec.block_sizes
     size, itemsize = call.head_size, jnp.dtype(call.dtype).itemsize
     keys = call.keys or call.length
@@ -186,7 +188,7 @@ def test_a_preset_that_is_not_served_is_declined_by_name(call: Call) -> None:
 
 
 def test_a_tile_that_does_not_fit_is_refused_and_the_alternative_compiles() -> None:
-    """A call has one tile for all kernels here, so several may be refused, one after another."""
+    """All kernels have the same tile here, so several may refuse it, one after another."""
     call = Call(generation="v5e", length=4096, tile=(2048, 2048))
     refused = []
     while reason := refusal(call):
@@ -200,18 +202,18 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_alternative_compiles() -> N
 
 
 def refusal(call: Call) -> str | None:
-    """Why the kernels do not serve a call, or None."""
+    """Why the kernels do not serve a call; None if they do."""
     shape = (call.batch, call.length, call.heads, call.head_size)
     dtype = jnp.dtype(call.dtype)
     request = Request(spec=call.spec, q_shape=shape, kv_shape=shape, dtype=dtype, platform="tpu")
     return unsupported(request)
 
 
-# Roundings. In tiles of 128 × 128 and heads of 64, S, P̄, P, dP, dS, O, the sums and the row
-# statistics are 16 registers of float32 each; what is done to a tile stands in the code twice, with
-# a mask and without.
+# For roundings. With tiles of 128 × 128 and head size 64, each of S, P̄, P, dP, dS, O, the sums and
+# the row statistics is 16 float32 registers. The code for a tile exists twice, with and without a
+# mask.
 _TILE = 2 * 16
-# By point, the registers that each kernel rounds.
+# The registers that each kernel rounds, by point.
 ROUNDED = {
     "scores": {FORWARD: _TILE, KEY: _TILE, QUERY: _TILE},
     "probs": {FORWARD: _TILE},
@@ -219,12 +221,12 @@ ROUNDED = {
     "pv": {FORWARD: _TILE},
     "rescale": {FORWARD: _TILE},
     "accumulator": {FORWARD: _TILE},
-    "shift": {FORWARD: 2 * _TILE},  # of P̄ and α
-    "stats": {FORWARD: 2 * _TILE},  # m, l
+    "shift": {FORWARD: 2 * _TILE},  # for P̄ and for α
+    "stats": {FORWARD: 2 * _TILE},  # for m and for l
     "normalizer": {FORWARD: 16},
     "lse": {FORWARD: 16},
     "output": {FORWARD: 16},
-    "output_bwd": {},  # δ is formed outside of the kernels
+    "output_bwd": {},  # δ is formed outside the kernels
     "delta_value": {},
     "probs_bwd": {KEY: _TILE},
     "dp": {KEY: _TILE, QUERY: _TILE},
@@ -232,13 +234,14 @@ ROUNDED = {
     "tile_grads": {KEY: 2 * _TILE, QUERY: _TILE},  # dK, dV; dQ
     "grads": {KEY: 2 * 16, QUERY: 16},
 }
-# They go into a product. In float32 they do so as three terms, of which two come back to be
-# subtracted from the rest; rounded they are one term, and none comes back.
+# Operands of a product. Unrounded, an operand is three bfloat16 terms, two of which are converted
+# back to float32 to be subtracted from the rest. Rounded, it is one term, and none is converted
+# back.
 OPERANDS = ("probs", "value", "probs_bwd", "ds")
 
 
 def point_call(generation: str, **points: str) -> Call:
-    """`exact` with some points changed, on float32 arrays: what is stored rounds nothing."""
+    """`exact` with some points changed. Arrays are float32, so that storing rounds nothing."""
     return Call(
         generation=generation,
         preset="exact",
@@ -249,7 +252,7 @@ def point_call(generation: str, **points: str) -> Call:
     )
 
 
-# Which generation's code each is looked for in: v5e converts one register at a time, v6e two.
+# The generations whose code is searched: v5e converts one register at a time, v6e two.
 NEAREST, STOCHASTIC = "v5e", "v6e"
 ROUNDING = (
     point_call(NEAREST),
@@ -260,20 +263,20 @@ ROUNDING = (
 
 
 def returning(schedule: Schedule) -> int:
-    """Registers of float32 that have gone through bfloat16: those that come back from it.
+    """The number of float32 registers that are converted back from bfloat16.
 
-    v5e packs and unpacks each by itself (`vunpack.c.l`), v6e two at once (`.l` and `.h`).
+    v5e packs and unpacks each register by itself (`vunpack.c.l`), v6e two at once (`.l` and `.h`).
     """
     return sum(n for name, n in schedule.conversions.items() if name.startswith("vunpack"))
 
 
 def masked(schedule: Schedule) -> int:
-    """Registers of float32 whose lower half is cleared, the last step of stochastic rounding."""
+    """The number of float32 registers with cleared lower half, the end of stochastic rounding."""
     return schedule.conversions["vand.u32 4294901760"]
 
 
 def check_nearest(point: str, schedules: Schedules, unrounded: Schedules) -> None:
-    """The kernels with a point in bfloat16 have its roundings, against those without."""
+    """Checks that kernels with a bfloat16 point have its roundings, compared to kernels without."""
     for kernel, schedule in schedules.items():
         expected = ROUNDED[point].get(kernel, 0) * (-2 if point in OPERANDS else 1)
         assert returning(schedule) - returning(unrounded[kernel]) == expected, kernel
@@ -283,13 +286,13 @@ def check_nearest(point: str, schedules: Schedules, unrounded: Schedules) -> Non
 
 
 def check_stochastic(point: str, schedules: Schedules) -> None:
-    """The kernels with a stochastic point round it, and `exact` has no other such rounding."""
+    """Checks that a stochastic point rounds, and that `exact` has no other such rounding."""
     counts = {kernel: n for kernel, schedule in schedules.items() if (n := masked(schedule))}
     assert counts == ROUNDED[point]
 
 
 def without_one(schedules: Schedules, kernel: str, instruction: str) -> Schedules:
-    """A compiler's result in which one register of one kernel is not rounded."""
+    """The compiler's result with one register of one kernel left unrounded."""
     fewer = schedules[kernel].conversions - Counter([instruction])
     return schedules | {kernel: dataclasses.replace(schedules[kernel], conversions=fewer)}
 
@@ -299,7 +302,7 @@ def test_rounding_to_nearest_is_there_and_a_dropped_one_is_noticed(point: str) -
     unrounded = kernels(point_call(NEAREST), ROUNDING)
     rounded = kernels(point_call(NEAREST, **{point: "bfloat16"}), ROUNDING)
     check_nearest(point, rounded, unrounded)
-    # A kernel that does not round is that of `exact`; so is one that lost a product's one term.
+    # The check must fail for a kernel that does not round, and for one that misses one rounding.
     for kernel in ROUNDED[point]:
         with pytest.raises(AssertionError):
             check_nearest(point, rounded | {kernel: unrounded[kernel]}, unrounded)
@@ -317,7 +320,7 @@ def test_stochastic_rounding_is_there_and_a_dropped_one_is_noticed(point: str) -
 
 
 def test_the_row_sum_sees_rounded_probabilities() -> None:
-    """One that only a product sees rounds by being packed; one that is summed comes back."""
+    """P̄ that only a product reads is packed and not converted back; P̄ that is summed is."""
     alone = kernels(point_call(NEAREST, probs="bfloat16"), ROUNDING)
     summed = kernels(point_call(NEAREST, probs="bfloat16", row_sum="rounded"), ROUNDING)
     assert returning(summed[FORWARD]) - returning(alone[FORWARD]) == _TILE

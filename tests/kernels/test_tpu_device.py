@@ -1,4 +1,4 @@
-"""The compiled TPU kernels on a TPU, by the checks that run interpreted elsewhere.
+"""The compiled TPU kernels on a TPU, with the checks that run interpreted elsewhere.
 
 JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0 tests/kernels/test_tpu_device.py
 """

@@ -1,6 +1,7 @@
-"""What the TPU kernels alone do, in the interpreter: bits of `tiled`, long steps, races.
+"""What only the TPU kernels do, interpreted: the bits of `tiled`, long steps, races.
 
-Memory that was never written is NaN there, a read out of bounds raises, and a race is reported.
+In the interpreter memory that was never written is NaN, a read out of bounds raises, and a race is
+reported.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ TPU_TILES = harness.strict("tpu").block_sizes
 call_of = functools.partial(kernel_call, "tpu", sizes=TPU_TILES)
 
 
-# `tiled` takes the same sums in the same order. Most rows tie, the first are negative throughout,
-# and steps of two thirds of the keys lie above the diagonal.
+# `tiled` takes the same sums in the same order. Most rows tie, the scores of the first rows are all
+# negative, and the steps of two thirds of the keys lie above the diagonal.
 SAME_ORDER = dataclasses.replace(
     LONG, rows=128, keys=384, dtype="bfloat16", values="repeated_maxima"
 )
@@ -55,7 +56,7 @@ def check_bits_of_tiled(case: Case, call: Call) -> None:
     for name, x in run(case, theirs).items():
         if name in ("out", "lse"):
             np.testing.assert_array_equal(ours[name], x, err_msg=name)
-        else:  # a product transposed may be summed in another order
+        else:  # a transposed product may be summed in another order
             assert harness.share_of_other_roundings(ours[name], x) < 1e-3, name
 
 
@@ -63,9 +64,9 @@ def check_bits_of_tiled(case: Case, call: Call) -> None:
     ("rule", "is_causal"), [*((rule, True) for rule in RULES), ("published", False)]
 )
 def test_published_arithmetic_has_the_bits_of_tiled(rule: str, is_causal: bool) -> None:
-    """All that is summed is rounded at every step, in the order of `tiled`."""
+    """Every sum is rounded at every step, in the order of `tiled`."""
     case = dataclasses.replace(SAME_ORDER, is_causal=is_causal)
-    backward = rule == "published" and is_causal  # rules and steps differ in the forward pass alone
+    backward = rule == "published" and is_causal  # only the forward pass depends on rules and steps
     call = call_of(case, numerics.PUBLISHED_EAGER, RULES[rule], backward=backward)
     check_bits_of_tiled(case, call)
 
@@ -79,7 +80,7 @@ def test_steps_above_the_diagonal_left_out_are_noticed(monkeypatch: pytest.Monke
     compiled.cache_clear()
 
 
-# Four tiles of keys, the last one cut short; sums of a step are exact in any order.
+# Four tiles of keys, the last one partial. The sums of a step are exact in any order.
 STEPS = dataclasses.replace(
     LONG,
     rows=300,
@@ -103,7 +104,7 @@ TALL_STEPS = BlockSizes(
     ("rule", "kv_block"), [("dynamic_max", 256), ("published", 256), ("published", "all")]
 )
 def test_a_step_of_several_tiles_is_one_step(rule: str, kv_block: Any) -> None:
-    """Ties, m, and what is rounded once a step are those of the step, whatever the tiles."""
+    """Ties, m, and the roundings once a step belong to the step, whatever its tiles."""
     chosen = numerics.PUBLISHED_EAGER.replace(row_sum="rounded")
     in_tiles, in_one = (
         run(
@@ -118,7 +119,7 @@ def test_a_step_of_several_tiles_is_one_step(rule: str, kv_block: Any) -> None:
 
 @pytest.mark.parametrize("kv_block", [256, 300])
 def test_presets_in_long_steps_are_as_accurate_as_plain(kv_block: int) -> None:
-    """A number of keys beyond their count, off the lanes, is all of them."""
+    """A step larger than the number of keys, which is no multiple of the lanes, takes all keys."""
     chosen = numerics.PUBLISHED if kv_block == 256 else numerics.AUXILIARY_OUTPUT
     case = dataclasses.replace(REPEATED["tpu"], keys=384 if kv_block == 256 else 256)
     call = call_of(case, chosen, RULES["dynamic_max"], kv_block=kv_block, backward=False)
@@ -143,7 +144,7 @@ def test_row_sums_of_ds_with_groups_of_heads_and_rows_without_keys(
     delta: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And a kernel that finds no r / s is noticed."""
+    """A kernel that does not subtract r / s is noticed."""
     case = dataclasses.replace(
         LONG_CASES["tiles_gqa_lengths"], rows=130, heads=2, kv_heads=1, key_lengths=(200, 0)
     )
@@ -164,7 +165,7 @@ def test_row_sums_of_ds_with_groups_of_heads_and_rows_without_keys(
 def test_on_two_cores_and_a_race_there_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cores share the parallel axes; the axis that a sum runs along must not be one of them."""
+    """Cores share the parallel axes; the axis of a sum must not be one of them."""
     cores = dataclasses.replace(STRICT, num_cores_or_threads=2)
     case = dataclasses.replace(LONG, rows=128, heads=1, kv_heads=1, is_causal=False)
     call = call_of(case, EXACT, sizes=dataclasses.replace(TPU_TILES, interpret=cores))
@@ -180,7 +181,7 @@ def test_on_two_cores_and_a_race_there_is_noticed(
     try:
         run(case, dataclasses.replace(call, backward=False))
         found = capfd.readouterr().out
-    except jax.errors.JaxRuntimeError as error:  # what JAX 0.12 makes of a race
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises this on a race
         found = str(error)
     compiled.cache_clear()
     assert "RACE DETECTED" in found

@@ -1,4 +1,4 @@
-"""The TPU kernel finds m by the two largest entries of a row: the same m as the definition."""
+"""The TPU kernel finds m from the two largest entries of a row, as the definition has it."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ RULES = [
     PublishedMax(),
     PublishedMax(tolerance=0.0),
 ]
-# Columns of the maximum: alone, in two lanes, twice in one lane, and in both ways.
+# Columns of the maximum: one, two lanes, one lane twice, and both.
 PLACES = [(5,), (5, 6), (5, 5 + 128), (0, 127, 128 + 127)]
 MAXIMA = [4.0, 1e-6, 0.0, -0.5, -30.0]
-# Below the maximum: equal, within the tolerance of 1e-3, beyond it.
+# Distances below the maximum: equal, within the tolerance of 1e-3, beyond it.
 DISTANCES = [0.0, 5e-4, 2e-3]
 
 
 def scores(keys: int) -> np.ndarray:
-    """A row [keys] for each place, maximum and distance, and one that is masked throughout."""
+    """A row [keys] for each place, maximum and distance, and one row that is fully masked."""
     rng = np.random.default_rng(0)
     rows = [np.full(keys, MASKED, np.float32)]
     for places in PLACES:
@@ -52,7 +52,7 @@ def test_m_is_that_of_the_definition(rule: RowMax, keys: int, m_prev: float) -> 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("tile", [128, 256])
 def test_tiles_of_a_step_give_the_m_of_the_step(rule: RowMax, tile: int) -> None:
-    """Some of the repeats lie in two tiles, and no tile may count them alone."""
+    """Some repeats lie in two tiles, so that no tile can count them alone."""
     s = scores(512)
     s[1::2] = np.roll(s[1::2], 200, axis=1)
     before = jnp.full((len(s), 1), 0.5, jnp.float32)
@@ -65,7 +65,7 @@ def test_tiles_of_a_step_give_the_m_of_the_step(rule: RowMax, tile: int) -> None
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=repr)
 def test_a_repeat_is_seen_in_one_lane_and_across_lanes(rule: Any) -> None:
-    """Otherwise the comparison above would hold of a rule that never shifts."""
+    """Otherwise the comparison above would hold for a rule that never shifts."""
     row = np.full((1, 256), -5.0, np.float32)
     before = jnp.full((1, 1), MASKED, jnp.float32)
     row[0, 7] = 3.0

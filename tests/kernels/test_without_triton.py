@@ -1,4 +1,4 @@
-"""A JAX that has dropped Pallas' Triton lowering: what then serves, and that training goes on."""
+"""With a JAX without Pallas' Triton lowering, others serve attention and training goes on."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from command import ROOT
 
 from pallas_kernels.gpu.hopper.attention import is_available
 
-# Runs in a fresh interpreter, from which both the public module and the lowering are gone.
+# Runs in a fresh interpreter, in which neither the public module nor the lowering can be imported.
 WITHOUT_TRITON = """
 import json, sys
 
@@ -71,7 +71,7 @@ def test_the_general_kernels_are_declined_in_one_line(found: tuple[str, dict[str
 
 
 def test_a_training_step_takes_what_is_left(found: tuple[str, dict[str, list[str]]]):
-    """The Hopper kernels for attention where they serve, and XLA for everything else."""
+    """The Hopper kernels compute attention where they serve; XLA computes everything else."""
     _, kernels = found
     hopper = ["mosaic_gpu"] if is_available() else []
     assert kernels == {"NVIDIA H200": hopper, "NVIDIA B200": []}

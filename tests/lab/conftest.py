@@ -13,9 +13,9 @@ from lowprec_attn.lab import runner
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch, capsys):
-    """`lab(acts, *options, head="")` runs a stand-in per act, named by its key; (code, output).
+    """`lab(acts, *options, head="")` runs one stand-in per act, named by its key: (code, output).
 
-    `head` is what stands above the arms in the definition.
+    `head` is placed above the arms in the definition.
     """
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     definition, trainer, out = tmp_path / "arms.toml", tmp_path / "stand_in.py", tmp_path / "out"

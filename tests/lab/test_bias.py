@@ -1,4 +1,4 @@
-"""The table of what `benchmarks.delta_bias` has measured in the runs of an experiment."""
+"""The table of what `benchmarks.delta_bias` measured in the runs of an experiment."""
 
 import json
 
@@ -11,7 +11,7 @@ from lowprec_attn.lab.report.bias import bias_table
 
 
 def record(seed, scores):
-    """A run of two layers with two heads each; its scores are those of step 600."""
+    """A run with two layers of two heads each, with scores at step 600."""
     signals = {600: [{"score_maximum": heads} for heads in scores]}
     return arm_record(Arm("arm", {"x": "arm"}), seed=seed, steps=700, signals=signals)
 

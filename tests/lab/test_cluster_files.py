@@ -1,7 +1,7 @@
 """The SkyPilot files: their keys, variables and extras.
 
-`sky.Task.from_yaml` is not at hand in the tests; these are the keys that it takes, of those that
-the files may have.
+The tests lack `sky.Task.from_yaml`, so the keys that it accepts are listed here, as far as the
+files may use them.
 """
 
 import shlex
@@ -24,7 +24,7 @@ KEYS = {
 
 
 def unknown(value, section=""):
-    """Keys that are none, with the section they stand in."""
+    """Yields the unknown keys, with their sections."""
     for key, below in value.items():
         if key not in KEYS[section]:
             yield f"{section}.{key}"

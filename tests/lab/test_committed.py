@@ -1,4 +1,4 @@
-"""The tables and figures of `results/` that texts are written from, against the records."""
+"""The tables and figures of `results/` that texts rely on, checked against the records."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ EXPERIMENTS = sorted(
 
 @pytest.fixture
 def reported(tmp_path, monkeypatch):
-    """`reported(name)`: the path of a copy of an experiment, with tables written anew."""
+    """`reported(name)`: the path of a copy of an experiment, with its tables written anew."""
     for name in ("score_figure", "loss_figure"):
         monkeypatch.setattr(figures, name, lambda *_: Figure())
     shutil.copy(RESULTS / "texts.toml", tmp_path)
@@ -72,7 +72,7 @@ def test_the_summary_of_the_failure_is_that_of_the_records(reported):
 
 
 def test_the_page_of_the_first_batch_in_true_bfloat16_has_what_the_records_have():
-    """Of the head of layer 1 with the largest score, where a run ended."""
+    """For the head of layer 1 with the largest score, at the end of each run."""
     directory = RESULTS / "true_bfloat16" / "arithmetic"
     page = (directory / "README.md").read_text()
     cells = {}
@@ -95,7 +95,7 @@ def test_the_page_of_the_first_batch_in_true_bfloat16_has_what_the_records_have(
 
 
 def test_the_page_of_the_causes_in_true_bfloat16_has_what_the_records_have():
-    """Of each seed at the last record; of error, the largest from step 1,000 on."""
+    """The scores of each seed at the last record, and the largest error from step 1,000 on."""
     page = (RESULTS / "true_bfloat16" / "causes" / "README.md").read_text()
     of_arm = {}
     for run in causes_figure.runs():
@@ -109,7 +109,7 @@ def test_the_page_of_the_causes_in_true_bfloat16_has_what_the_records_have():
             if score == "–":
                 assert not runs, (name, seed)
                 continue
-            run = runs[0]  # of two, that of the first batch
+            run = runs[0]  # the run of the first batch, if there are two
             step = max(run.signals)
             at = f"{causes_figure.last_score(run):,.0f}" + (f" ({step:,})" if step < 2500 else "")
             assert score.removesuffix(" (batch 1)") == at, (name, seed)
@@ -131,7 +131,7 @@ def test_a_rounding_between_δ_and_its_sum_decides_every_run_in_true_bfloat16():
 
 
 def test_the_separation_is_no_matter_of_how_it_is_measured():
-    """As the page of the causes says: at the last record, as an RMS, and in absolute size."""
+    """It also holds at the last record, as an RMS, and in absolute size, as the page says."""
     rounded = {row.arm for row in causes_figure.ROUNDED}
     found = {True: [], False: []}
     for run in causes_figure.runs():
@@ -182,7 +182,7 @@ def test_the_page_of_long_runs_has_what_the_records_have(name, held, validated_a
     for step, said in rows:
         means = [above[seed][int(step.replace(",", ""))] for seed in (1, 2, 3)]
         assert said.replace("−", "-").split(" | ") == [f"{mean:+.4f}" for mean in means]
-    # Behind at every record from then on, with all three seeds.
+    # From then on, the loss is behind at every record with all three seeds.
     late = [mean for of in above.values() for step, mean in of.items() if step >= behind_from]
     assert min(late) > 0
 
@@ -199,7 +199,7 @@ def test_the_loss_with_float32_output_stays_that_of_exact():
             late = [mean for step, mean in of.items() if step >= 2500]
             assert cell == f"{min(late):.4f} to {max(late):.4f}; {of[8500]:+.4f}"
             assert max(late) < 0.006
-    # Beside the one other run that is as long.
+    # The only other run of this length, for comparison.
     third = {run.arm.name: run.losses for run in runs if run.seed == 3}
     steps = [step for step in third["matched"] if step % 10 == 0]
     behind = {step: third["float32_output"][step] - third["matched"][step] for step in steps}
@@ -250,7 +250,7 @@ def test_the_page_of_the_isolation_table_has_what_the_records_have():
 
 
 def test_of_the_public_code_no_rounding_but_that_of_l_runs_away_by_itself():
-    """By the rule of two heads; and the ranges of scores that docs/failure.md gives."""
+    """By the rule of two heads. Also checks the score ranges in docs/failure.md."""
     heads, scores = {}, {}
     for run in records.read_all(RESULTS / "true_bfloat16" / "isolation"):
         if 2500 in run.signals:
@@ -282,7 +282,7 @@ def test_the_loss_of_long_runs_leaves_with_layer_2():
     largest = {True: [], False: []}
     for run in runs:
         steps = sorted(run.losses)
-        left = np.mean([run.losses[step] for step in steps[-50:]]) > 3.6  # 3.4 to 3.5 otherwise
+        left = np.mean([run.losses[step] for step in steps[-50:]]) > 3.6  # else 3.4 to 3.5
         largest[bool(left)].append(max(run.largest("score_maximum", s, 2) for s in run.signals))
     assert len(runs) == 18
     assert sorted(largest[True]) == [179_600, 793_200, 2_899_000]
@@ -297,7 +297,7 @@ def test_the_long_runs_begin_as_those_of_the_first_batch():
     for run in records.read_all(RESULTS / "true_bfloat16" / "long"):
         losses = first[run.arm.name, run.seed]
         common = losses.keys() & run.losses.keys()
-        assert len(common) == 250  # every tenth
+        assert len(common) == 250  # every tenth step
         assert all(losses[step] == run.losses[step] for step in common)
 
 
@@ -332,7 +332,7 @@ def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
 
 
 def largest_after_the_start(directory):
-    """By arm, the largest score of each seed at any step but the first."""
+    """The largest score of each seed at any step except the first, by arm."""
     largest = {}
     for run in records.read_all(directory):
         after_start = {step: of for step, of in run.signals.items() if step > 0}
@@ -422,7 +422,7 @@ def test_the_panels_of_a_figure_are_all_named_in_words(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("picture", PICTURES)
 def test_a_page_shows_the_figure_of_the_records(tmp_path, picture):
-    """But for a few pixels, since another version of a font or of Matplotlib moves an edge."""
+    """Except for a few pixels, because versions of fonts and Matplotlib move edges."""
     name, *options = PICTURES[picture]
     shutil.copy(RESULTS / "texts.toml", tmp_path)
     copy = shutil.copytree(RESULTS / name, tmp_path / "records")

@@ -61,7 +61,7 @@ def test_arms_with_the_fields_of_a_rollback_apart_may_be_compared(lab):
 def test_an_arm_that_ended_earlier_has_seen_the_same_batches(lab):
     acts = {"a": "finish", "b": "slow"}
     assert lab(acts)[0] == 0
-    (lab.out / "b" / "data_order.txt").write_text("42,2\n3")  # the second line is half written
+    (lab.out / "b" / "data_order.txt").write_text("42,2\n3")  # the second line is incomplete
     assert lab(acts)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""The definition of an experiment: its arms, and what reaches the trainer."""
+"""The definition of an experiment: its arms, and the settings that reach the trainer."""
 
 import pytest
 from command import ROOT
@@ -34,7 +34,7 @@ def test_no_title_breaks_a_word():
 
 
 def settings_of(trial, defined):
-    """The settings that the trainer makes of a run's arguments."""
+    """The settings that the trainer derives from a run's arguments."""
     name, *fields = defined.arguments(trial)
     return train_settings(config.load(name.removeprefix("--config="), fields))
 

@@ -1,6 +1,6 @@
-"""The experiments on a laptop: that of the README, in true bfloat16, and the enlarged one.
+"""The experiments on a laptop: the README's, in true bfloat16, and the enlarged one.
 
-One seed of the latter, cut short, is what `test_notebooks.py` executes.
+`test_notebooks.py` executes one seed of the enlarged experiment, cut short.
 """
 
 import json
@@ -17,10 +17,10 @@ from lowprec_attn.lab.report import outcomes
 
 
 def collected(directory, experiment, *options):
-    """The records of `lab run EXPERIMENT`, by arm and seed."""
+    """The records of `lab run EXPERIMENT`."""
     lab = [sys.executable, "-m", "lowprec_attn", "lab"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    # As it is run by hand: what the tests compile, without optimisation, is slower.
+    # As a user runs it: the unoptimized programs of the tests would be slower.
     environment.pop("XLA_FLAGS", None)
     run = [*lab, "run", experiment, f"--workdir={directory / 'runs'}", "--jobs=2", *options]
     for command in (run, [*lab, "collect", directory / "runs", directory / "records"]):
@@ -42,7 +42,7 @@ def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
 
 
 def largest_scores(found):
-    """By arm and seed: the largest |score| of a run, over heads and steps."""
+    """The largest |score| of each run over heads and steps, by arm and seed."""
     largest = {}
     for record in found:
         scores = records.largest_scores(record.signals)
@@ -52,7 +52,7 @@ def largest_scores(found):
 
 @pytest.mark.usefixtures("no_report")
 def test_rounding_alone_moves_the_scores_of_flash_within_fifty_steps(tmp_path):
-    """The arms as the README's command trains them, in this process."""
+    """Trains the arms of the README's command in this process."""
     laptop = experiment.load(ROOT / "configs" / "laptop.toml").with_seeds([1])
     laptop = laptop.with_flags(["--config.steps=50", "--config.devices=1"])
     largest = {}

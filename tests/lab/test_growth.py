@@ -1,4 +1,4 @@
-"""Growth of scores beside the negative control, by hand."""
+"""Growth of scores relative to the negative control, computed by hand."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ EXACT, ROUNDED = Arm("exact", {}, "negative"), Arm("rounded", {}, "positive")
 
 
 def record(arm, seed, values):
-    """A run whose second layer's second head has these scores, one every 100 steps."""
+    """A run with these scores in the second head of the second layer, one every 100 steps."""
     quiet = {"score_maximum": [1.0, 1.0]}
     signals = {100 * i: [quiet, {"score_maximum": [1.0, value]}] for i, value in enumerate(values)}
     return arm_record(arm, seed=seed, signals=signals)
@@ -26,8 +26,8 @@ def test_ratios_are_of_runs_with_one_seed():
     records = [
         *(record(EXACT, 1, [2, 10, 100]), record(EXACT, 2, [4, 20, 50])),
         record(ROUNDED, 1, [2, 40, 100]),  # 1, 4, 1 times the control
-        record(ROUNDED, 2, [2, 20]),  # 0.5, 1; ended before the last step
-        record(ROUNDED, 3, [2, 4000, 5000]),  # no control: in the span, in no ratio
+        record(ROUNDED, 2, [2, 20]),  # 0.5, 1; the run ended before the last step
+        record(ROUNDED, 3, [2, 4000, 5000]),  # no control: in the range, in no ratio
     ]
     assert rows(records, [0, 100, 200])[2:] == [
         ["exact", "score", "2 to 4", "10 to 20", "50 to 100"],

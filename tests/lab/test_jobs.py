@@ -1,4 +1,4 @@
-"""Arms as jobs, by submitit's executor of this host; what Slurm itself says is a stand-in."""
+"""Arms as jobs, run by submitit's executor for this host, with stand-ins for Slurm's output."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def test_arms_run_as_jobs_and_the_same_command_continues(lab, monkeypatch):
 
 @pytest.fixture
 def waiting(tmp_path, monkeypatch):
-    """An arm that saves on SIGTERM; (its task, its cluster, the jobs that were submitted)."""
+    """An arm that saves on SIGTERM: its task, its cluster, and the list of submitted jobs."""
     trainer = tmp_path / "stand_in.py"
     trainer.write_text(STAND_IN)
     words = ["--config.act=wait", f"--workdir={tmp_path / 'arm'}"]
@@ -60,7 +60,7 @@ def waiting(tmp_path, monkeypatch):
 
 
 def until(events, task, text):
-    """Follows the jobs until the arm has printed this."""
+    """Follows the jobs until the arm has printed the text."""
     wait_until(lambda: next(events, ...) is ... or text in _log(task))
 
 
@@ -75,7 +75,7 @@ def test_a_job_that_must_end_saves_and_is_queued_again(waiting):
     until(events, task, "listening")
     (task.log.parent / "mended").touch()
     (job,) = submitted
-    for pid in _children(job._process.pid):  # as Slurm, 90 seconds before its time is up
+    for pid in _children(job._process.pid):  # as Slurm does 90 seconds before the time limit
         os.kill(pid, signal.SIGUSR2)
     *_, last = (event for event in events if event is not None)
     assert (last.kind, last.code, last.stopping) == ("ended", 0, False)
@@ -92,7 +92,7 @@ def test_a_signal_ends_the_jobs_with_a_checkpoint(waiting):
     *_, last = (event for event in events if event is not None)
     assert (last.kind, last.code, last.stopping) == ("ended", 0, True)
     assert _log(task).split() == ["listening", "saved"]
-    # The next one is not told to stop.
+    # The next job is not told to stop.
     (task.log.parent / "mended").touch()
     *_, last = (event for event in jobs.run_jobs([task], cluster, {}) if event is not None)
     assert (last.code, last.stopping) == (0, False)
@@ -112,7 +112,7 @@ def test_a_job_without_a_result_is_a_failure_that_says_so(waiting):
 
 
 def _children(pid):
-    """Processes under this one, the deepest first."""
+    """The processes below this one, the deepest first."""
     path = f"/proc/{pid}/task/{pid}/children"
     with open(path) as file:
         direct = [int(word) for word in file.read().split()]
@@ -166,7 +166,7 @@ def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_pa
 
 
 def login_node(directory, monkeypatch):
-    """The programs of Slurm, which do nothing."""
+    """Stand-ins for Slurm's programs, which do nothing."""
     for name in ("srun", "sbatch", "squeue"):
         program = directory / name
         program.write_text("#!/bin/sh\n")

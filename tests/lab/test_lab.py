@@ -1,6 +1,6 @@
 """The processes of a set of arms.
 
-Most tests run a stand-in for `train.py` that ends at once, as its arm says; the last one trains.
+Most tests run a stand-in for `train.py` that ends at once as its arm says. The last test trains.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def test_finished_arms_are_skipped_and_a_failing_one_is_reported_and_tried_again
     code, output = lab(acts)
     assert code == EXIT_BAD_INPUT
     assert "good: done, validation loss 2.500" in output
-    assert "wild: not finite at step 7: first in layer 1" in output  # a result, not an error
+    assert "wild: not finite at step 7: first in layer 1" in output  # counts as a result
     assert "late: done" in output
     error = output[output.index("error: ") :]
     assert "bad failed: exit code 1" in error
@@ -146,7 +146,7 @@ def test_every_arm_runs_once_for_each_seed(lab):
     assert code == 0
     started = re.findall(r"([\w-]+): .*; starts on", output)
     assert started == ["a-seed5", "b-seed5", "a-seed2", "b-seed2"]
-    assert "b-seed2: the loss exploded at step 3 (" in output  # a result, not an error
+    assert "b-seed2: the loss exploded at step 3 (" in output  # counts as a result
     assert json.loads((lab.out / "a-seed2" / "config.json").read_text())["seed"] == 2
     definition = json.loads((lab.out / "a-seed2.json").read_text())
     assert [definition[name] for name in ("arm", "control", "seed")] == ["a", "negative", 2]
@@ -164,7 +164,7 @@ def test_seeds_on_the_command_line_are_checked(lab):
 
 
 def test_a_definition_of_an_earlier_version_is_read(lab):
-    """It names neither arm nor control nor seed; another control alone is no other definition."""
+    """It lacks arm, control and seed. Another control alone does not make it another definition."""
     assert lab({"a": "finish"})[0] == 0
     rewrite(lab.out / "a.json", lambda d: [d.pop(name) for name in ("arm", "control", "seed")])
     assert ArmRun(lab.out, "a").trial == Trial(Arm("a", {"act": "finish"}), None)
@@ -178,7 +178,7 @@ def test_ctrl_c_reaches_every_arm_once_and_the_same_command_continues(lab):
     process = lab.start(acts, "--jobs", "2")
     logs = [lab.out / "a.log", lab.out / "b.log"]
     wait_until(lambda: all(log.exists() and "listening" in log.read_text() for log in logs))
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert [log.read_text() for log in logs] == ["listening\nsaved\n"] * 2
@@ -237,7 +237,7 @@ def test_a_text_that_cannot_be_read_is_told_once_before_any_arm_starts(lab, tmp_
     for split in ("train", "val"):
         (text / f"{split}.bin").write_bytes(bytes(2))
     assert lab(acts, head=head)[0] == 0
-    shutil.rmtree(text)  # which finished arms no longer need
+    shutil.rmtree(text)  # finished arms no longer need it
     assert lab(acts, head=head)[0] == 0
 
 
@@ -248,7 +248,7 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     fields["data.path"] = text
     fields |= {"checkpoint_every": 30, "diagnostics_every": 0, "eval_every": 150}
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
-    runs = ("flash-seed1", "flash-seed2")  # which share their programs
+    runs = ("flash-seed1", "flash-seed2")  # the two share their programs
     definition = tmp_path / "seeds.toml"
     arm = "[arms.flash]\nattention.numerics = 'flash'\n"
     definition.write_text(f"config = 'configs/gpt2_bf16.py:tiny'\nseeds = [1, 2]\n{arm}")

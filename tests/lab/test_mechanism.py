@@ -1,4 +1,4 @@
-"""What the report calls mechanism A and B, against the arithmetic and against what was recorded."""
+"""The report's mechanisms A and B, checked against the arithmetic and the records."""
 
 import pytest
 from command import ROOT
@@ -26,8 +26,8 @@ def of(numerics, **fields):
         ("exact", {}, "–"),
         ("exact", {"lse": "bf16_m2"}, "A (lse)"),
         ("exact", {"lse": "bf16_m2", "delta": "normalized"}, "A (lse)"),
-        ("exact", {"row_sum": "rounded"}, "–"),  # of P̄ in float32
-        ("exact", {"output": "bf16_m2"}, "–"),  # δ reads O in float32
+        ("exact", {"row_sum": "rounded"}, "–"),  # the sum of float32 P̄
+        ("exact", {"output": "bf16_m2"}, "–"),  # δ reads a float32 O
         ("exact", {"output": "bf16_m2", "saved_output": "same"}, "B (output)"),
         ("exact", {"saved_output": "same"}, "B (output)"),  # in the format of q
         ("exact", {"output_bwd": "bf16_m1"}, "B (output_bwd)"),

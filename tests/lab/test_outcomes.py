@@ -1,4 +1,4 @@
-"""What an experiment with seeds and controls says: words, intervals, excess, table and figure."""
+"""What an experiment with seeds and controls reports: words, intervals, excess, table, figure."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ CONTROLS = {"bad": "positive", "good": "negative"}
 
 
 def record(name, seed, steps, explosion=None, loss=3.0, scores=lambda step: [2.0], failure=None):
-    """A run of so many steps; every tenth loss is kept, and scores of every hundredth step."""
+    """A run of `steps` steps, with every tenth loss and the scores of every hundredth step."""
     return arm_record(
         Arm(name, {"x": name}, CONTROLS.get(name)),
         mechanism="B (pv)",
@@ -39,7 +39,7 @@ def record(name, seed, steps, explosion=None, loss=3.0, scores=lambda step: [2.0
 
 
 def decided(*of_arm, seeds=(1,)):
-    """Runs of both controls with each seed, and others."""
+    """The outcomes of both controls with each seed, and of the other runs, by arm."""
     controls = [
         run
         for seed in seeds
@@ -104,7 +104,7 @@ def test_a_positive_control_that_was_not_finite_has_broken(steps, word):
     ],
 )
 def test_a_run_whose_scores_still_grow_is_not_healthy(before, last, word):
-    """Of 2,000 steps the third quarter ends with step 1,500; the first two do not count."""
+    """Of 2,000 steps, the third quarter ends at step 1,500, and the first half does not count."""
 
     def scores(step):
         return [1.0, 1e4 if step <= 1000 else before if step <= 1500 else last]
@@ -156,7 +156,7 @@ def test_the_median_is_that_of_the_runs_that_exploded():
 
 
 def test_the_excess_is_taken_at_the_last_steps_that_both_have():
-    """The control's last losses are at steps 1,200 to 1,290, those of the arm go on."""
+    """The control's last losses are at steps 1,200 to 1,290; the arm's losses go on."""
     run = record("arm", 1, 2000, loss=3.25)
     run.losses.update({1190: 9.0, 1200: 3.75, 1300: 9.0})
     found = decided(run, record("arm", 2, 2000, 1500), record("arm", 3, 2000))
@@ -196,7 +196,7 @@ def test_what_decides_nothing_is_said():
 
 
 def rows(text):
-    """Cells of the rows of the first table, by arm."""
+    """The cells of each row of the first table, by arm."""
     table = [line for line in text.split("\n\n")[1].splitlines() if line[:2] == "| "]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {row[0]: row[1:] for row in cells}
@@ -226,7 +226,7 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
 
 
 def test_the_table_says_whose_scores_ran_away():
-    """Each of two layers has the heads of `scores`; a run that exploded before is not judged."""
+    """Two layers have the heads of `scores` each. A run that exploded before is not judged."""
     large = [600.0]
     runs = [
         record("arm", 1, 2101, scores=lambda step: large),
@@ -339,7 +339,7 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
     words = [text.get_text() for text in legend.get_texts()]
     assert words == ["a seed", "negative control: x=good", "explosion", "not finite"]
     without = figures.loss_figure(outcomes.outcomes([record("arm", 1, 900)]))
-    assert len(without.legends[0].get_texts()) == 1  # nothing has ended
+    assert len(without.legends[0].get_texts()) == 1  # neither explosion nor failure
 
 
 def test_a_loss_that_was_never_finite_is_drawn_as_nothing():
@@ -353,7 +353,7 @@ def test_a_loss_that_was_never_finite_is_drawn_as_nothing():
 
 @pytest.fixture
 def collected(lab, tmp_path):
-    """Records of two arms with two seeds; no arm is a control."""
+    """Records of two arms with two seeds, neither arm a control."""
     acts = {"bad": "finish", "good": "slow"}
     assert lab(acts, head="seeds = [1, 2]")[0] == 0
     for name in ("bad-seed1", "bad-seed2", "good-seed1", "good-seed2"):
@@ -407,7 +407,7 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
         {1: "healthy", 2: "healthy"},
     ]
     assert "no arm is the positive control" in report(collected)
-    # The signals are 2 in all layers from step 0 on, the losses explode at step 230.
+    # The signals are 2 in all layers from step 0 on, and the losses explode at step 230.
     (sums,) = [line for line in text.splitlines() if line.startswith("| row_sums")]
     assert "2 of 2" in sums and "230, from 230 on" in sums and "good 2" in sums
     assert not [
@@ -418,7 +418,7 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
 def test_runaways_are_counted_by_what_became_of_the_run():
     def run(name, seed, score, steps=2101, explosion=None, failure=None):
         def scores(step):
-            return [score]  # of two layers: two heads
+            return [score]  # one head in each of two layers
 
         return record(name, seed, steps, explosion, scores=scores, failure=failure)
 
@@ -426,10 +426,10 @@ def test_runaways_are_counted_by_what_became_of_the_run():
     runs = [
         run("good", 1, 512.0),
         run("good", 2, 513.0),
-        run("good", 3, 513.0, steps=2000),  # its last signals are of step 1,900
+        run("good", 3, 513.0, steps=2000),  # the last signals are at step 1,900
         run("bad", 1, 513.0, explosion=2001),
         run("bad", 2, 512.0, explosion=2001),
-        run("bad", 3, 513.0, explosion=1900),  # which is no warning any more
+        run("bad", 3, 513.0, explosion=1900),  # exploded before the signals could warn
         run("other", 1, 513.0),
         run("other", 2, 513.0, failure=lost),
     ]
@@ -463,7 +463,7 @@ def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, cap
     shutil.copytree(collected, both / "second" / "again")
     assert main(["lab", "report", str(both), "--positive-control", "bad"]) == 0
     text = (both / "summary.md").read_text()
-    assert text.count("| positive control | 2 of 2") == 2  # what lies deeper is not counted again
+    assert text.count("| positive control | 2 of 2") == 2  # deeper ones are not counted twice
     again, second = (both / name / "table.md" for name in ("second/again", "second"))
     assert again.read_text() == second.read_text()
     assert "- second: no arm is the negative control" in text
@@ -484,7 +484,7 @@ def test_the_report_of_one_seed_has_outcomes_and_losses_where_there_are_controls
     )
     alone = report(collected, "--seeds", "2")
     assert "Seed" not in alone
-    assert not drawn  # nothing is compared: the scores of one layer
+    assert not drawn  # scores of a single layer leave nothing to compare
     controlled = report(collected, "--seeds", "2", "--negative-control", "good")
     assert drawn
     read, tables = alone.split("\n", 1)
@@ -523,7 +523,7 @@ def test_records_say_arm_control_and_seed(collected, tmp_path):
 
 
 def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
-    """Whatever its record says of the losses: the trainer has seen all of them."""
+    """Even if its recorded losses do not show it, because the trainer has seen all losses."""
     assert lab({"a": "explode", "b": "nan"})[0] == 0
     assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
     found = archive.read(tmp_path / "results")

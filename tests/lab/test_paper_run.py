@@ -1,4 +1,4 @@
-"""paper_run.toml is the paper's recipe, whose arms differ in their arithmetic alone."""
+"""paper_run.toml follows the paper's recipe, and its arms differ in their arithmetic only."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_it_is_the_recipe_of_the_paper():
         assert settings.optimizer == full.optimizer, arm
         assert (settings.steps, settings.batch_size) == (full.steps, full.batch_size), arm
         assert settings.batch_size * settings.model.context == 524_288
-        # Two to eight GPUs take equal shares of a part of the batch.
+        # Two to eight GPUs take equal shares of a micro-batch.
         assert settings.batch_size // settings.accumulation_steps % 8 == 0
 
 

@@ -1,4 +1,4 @@
-"""What is collected of arms, and the table and the figures made of it."""
+"""The records of arms, and the table and figures that are made from them."""
 
 import json
 import lzma
@@ -16,12 +16,12 @@ STEPS = range(0, 101, 10)
 
 
 def score(step, layer):
-    """Distinct for every step and layer; layer 1 grows most."""
+    """A score that differs for each step and layer; layer 1 grows most."""
     return (step + 1.0) * (10.0 if layer == 1 else 1.0) + layer
 
 
 def metrics_lines(last, failed=False):
-    """As the trainer writes them: sorted keys, and texts for what is not finite."""
+    """Lines as the trainer writes them: sorted keys, and texts for non-finite values."""
     for step in range(last):
         loss = "nan" if failed and step == last - 1 else 3.0
         yield {"step": step, "loss": loss, "lr": 0.1, "grad_norm": 0.123456}
@@ -36,13 +36,13 @@ def metrics_lines(last, failed=False):
 
 
 def val_losses(last):
-    """Of the arm that ends at step 57: up by 0.75 meanwhile, and back again."""
+    """Validation losses. In the arm that ends at step 57 they rise by 0.75 and fall again."""
     return {20: 3.0, 40: 3.75, last: 2.25} if last == 57 else {50: 3.0, last: 2.25}
 
 
 @pytest.fixture
 def collected(lab, tmp_path):
-    """Records of an arm with 12 layers and of one whose loss was not finite at step 57."""
+    """Records of an arm with 12 layers, and of an arm whose loss was not finite at step 57."""
     lab({"calm": "finish", "wild": "nan"})
     for name, last in (("calm", 100), ("wild", 57)):
         lines = [json.dumps(line) + "\n" for line in metrics_lines(last, name == "wild")]
@@ -89,14 +89,14 @@ FOLLOWED = ("score_maximum", 10)
 def test_a_run_is_read_as_it_was_written(tmp_path, collected):
     runs = archive.read(collected)
     for run in runs:
-        del run.signals[50][2]["repeated_maxima"]  # which not all steps and layers have
+        del run.signals[50][2]["repeated_maxima"]  # some steps and layers lack it
         run.signals[50][4].clear()
     archive.write(tmp_path / "again", runs)
     assert archive.read(tmp_path / "again") == runs
 
 
 def test_what_is_collected_again_replaces_its_run_and_leaves_the_others(lab, collected):
-    """Meanwhile, or of a part of the arms: in another workdir, with the same results."""
+    """If a run has gone on, or only some arms are collected, from any workdir: equal results."""
     before = stored(collected)
     assert main(["lab", "collect", str(lab.out), str(collected)]) == 0
     assert stored(collected) == before
@@ -129,7 +129,7 @@ def test_damaged_records_are_one_line(collected, capsys, damage):
 
 
 def cells(text):
-    """Of every row of a table but the rule, by its first cell."""
+    """The cells of each row of a table except the rule, by first cell."""
     table = [line.strip("|").split("|") for line in text.splitlines() if line[:2] == "| "]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in table}
 
@@ -157,7 +157,7 @@ def test_what_earlier_versions_measured_on_held_out_text_is_marked(collected):
 
     assert is_marked() == ([None, None], False, [False] * 3)
     runs = archive.read(collected)
-    for run in runs:  # the other arm failed: its last signals are of the batch at fault
+    for run in runs:  # the other arm failed, so its last signals belong to the batch at fault
         run.header["held_out"] = 100 if run.name == "calm" else None
     archive.write(collected, runs)
     assert is_marked() == ([100, None], True, [False, True, True])
@@ -174,7 +174,7 @@ def test_the_table_across_steps_has_the_value_of_largest_size_and_its_layer(coll
     found = cells(tables.across_steps_table(arms))
     seed = str(arms[0].seed)
     assert found["act=finish"] == [seed, "0.12 in 0", "–", "nan in 3", "5.5 in 11"]
-    for record in arms:  # of earlier versions
+    for record in arms:  # as in records of earlier versions
         for layer in record.signals[max(record.signals)]:
             del layer["delta_error_cumulative"]
     assert tables.across_steps_table(arms) is None

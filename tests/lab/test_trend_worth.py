@@ -1,10 +1,10 @@
-"""What leaving the past or the other layers was worth, counted from the committed records.
+"""How well departures from the past, or from other layers, warn, by the committed records.
 
-Thresholds were chosen on the even seeds of six experiments: of a coarse grid, those with the most
-explosions hit and at most 3 alarms in the 84 runs that held. All other runs are counted here, each
-once: some experiments share runs, with one another or with those that chose. Runs that were
-resumed, or went back, have the past of another run and are left out, as are runs that a value ended
-which was not finite.
+Thresholds were chosen on the even seeds of six experiments. On a coarse grid, they are those that
+hit the most explosions with at most 3 alarms in the 84 runs that held. All other runs are counted
+here, each once, because some experiments share runs with each other or with those that chose. Runs
+that were resumed or went back have the past of another run and are left out, as are runs that ended
+with a non-finite value.
 """
 
 import re
@@ -46,7 +46,7 @@ def values(record, signal):
 
 
 def halves():
-    """The runs that chose, and the others, with the names of their experiments."""
+    """The runs that chose the thresholds, and the others, with the names of their experiments."""
     chose, others = [], []
     for name in (*CHOSE, *OTHERS):
         for record in records.read_all(ROOT / "results" / "failure" / name):
@@ -63,7 +63,7 @@ def halves():
 
 
 def first_step(record, quantity, kind):
-    """The first step at which a layer has left."""
+    """The first step at which a layer has departed."""
     if quantity is None:
         return of_rule(SCORES).first(record)
     found = trend.departures(values(record, quantity.signal), quantity)
@@ -72,11 +72,11 @@ def first_step(record, quantity, kind):
 
 
 def tally(runs, quantity, kind):
-    """Leads of the explosions hit, how many there were, and alarms in runs that held."""
+    """Leads over the explosions hit, the number of explosions, and alarms in runs that held."""
     steps = [
         (record.explosion, first_step(record, quantity, kind))
         for _, record in runs
-        if record.held or record.explosion is not None  # not those that were not finite
+        if record.held or record.explosion is not None  # leaves out runs that were not finite
     ]
     leads = [end - step for end, step in steps if None not in (end, step) and step <= end]
     exploded = sum(end is not None for end, _ in steps)
@@ -84,7 +84,7 @@ def tally(runs, quantity, kind):
 
 
 def row(runs, name, quantity, kind):
-    """As results/failure/README.md has it."""
+    """A row of the table in results/failure/README.md."""
     leads, exploded, alarms = tally(runs, quantity, kind)
     high, of_high, _ = tally([run for run in runs if run[0] in TOO_HIGH], quantity, kind)
     held = [run for run in runs if run[0] in GPT2 and run[1].held]
@@ -97,7 +97,7 @@ def row(runs, name, quantity, kind):
 
 
 def names():
-    """What the rows of the table are called, with what they count."""
+    """Yields the names of the table's rows, with what each row counts."""
     yield "a score ≥ 512, the rule `scores`", None, ""
     for quantity, label in zip(trend.QUANTITIES, ("largest score", "W_Q's norm"), strict=True):
         least = f", {quantity.least:g} or more" if quantity.least else ""

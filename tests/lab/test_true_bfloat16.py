@@ -1,4 +1,4 @@
-"""configs/true_bfloat16.toml: every arm has the kernel, tile and exponent that it claims."""
+"""configs/true_bfloat16.toml: each arm has the kernel, tile and exponent that it claims."""
 
 import dataclasses
 
@@ -24,13 +24,13 @@ def settings_of(name):
 
 
 def group_of(name):
-    """The one arithmetic of all heads of all layers."""
+    """The single arithmetic that all heads of all layers have."""
     (group,) = {group for layer in settings_of(name).attention.layers for group in layer}
     return group
 
 
 def choices(name):
-    """By name, of its numerics and its row maximum."""
+    """The choices of the arm's numerics and its row maximum, by name."""
     group = group_of(name)
     return {**vars(group.numerics), "row_max": group.row_max}
 
@@ -78,4 +78,4 @@ def test_the_kernels_trace_and_lower_every_arm():
         with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
             traced = jax.jit(step).trace(*[shape] * 4)
             programs.add(traced.lower(lowering_platforms=("cuda",)).as_text())
-    assert len(programs) == len(TRIALS)  # no choice is dropped on the way to the kernel
+    assert len(programs) == len(TRIALS)  # so every choice reaches the kernel

@@ -1,4 +1,4 @@
-"""The experiments beside true_bfloat16.toml change what their arms are called after, alone."""
+"""Experiments besides true_bfloat16.toml change only what their arms are named after."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ CHANGES = {
     "z_loss": {"model.z_loss"},
     "logits_float32": {"model.logits_dtype"},
     "biases": {"model.biases"},
-    "context_2048": {"model.context", "batch_size"},  # as many tokens a step
+    "context_2048": {"model.context", "batch_size"},  # keeps the tokens per step
     "tokens_131k": {"batch_size", "accumulation_steps"},
 }
 
@@ -68,7 +68,7 @@ CHANGES = {
 def test_a_recipe_changes_what_it_is_called_after():
     recipes, regime = settings_by_arm(questions_of("recipes")), settings_by_arm(REGIME)
     for arithmetic in ("flash", "exact"):
-        # The regime itself, so that its records are this file's controls.
+        # Equal to the regime, so that records of the regime are controls of this file.
         assert differing(recipes[arithmetic], regime[arithmetic]) == {"name"}
         for change, fields in CHANGES.items():
             arm = recipes[f"{arithmetic}_{change}"]
@@ -83,7 +83,7 @@ def sum_of_rates(settings, steps):
 
 def test_rates_are_compared_at_one_sum():
     until = {1e-3: 5000, 6e-4: 7700}
-    # Arms of one rate differ in their arithmetic alone.
+    # Arms with one rate differ in their arithmetic only.
     rates = {
         (settings.optimizer, settings.steps): settings
         for settings in settings_by_arm(questions_of("rates")).values()

@@ -1,4 +1,4 @@
-"""The tables of what `benchmarks.verdicts` has diagnosed in the runs of an experiment."""
+"""The tables of what `benchmarks.verdicts` diagnosed in the runs of an experiment."""
 
 import json
 
@@ -12,7 +12,7 @@ from lowprec_attn.lab.report.verdicts import verdict_table
 
 
 def record(arm, seed, mechanism="–", control=None, explosion=None, loss=2.0):
-    """A run of 1,000 steps whose loss stays where it is."""
+    """A run of 1,000 steps with a constant loss."""
     losses = dict.fromkeys(range(900, 1000, 10), loss)
     return arm_record(
         Arm(arm, {"x": arm}, control),
@@ -29,7 +29,7 @@ RUNS = [
     record("both", 1, "A (normalizer), B (pv, output)", explosion=700),
     record("exact", 1, control="negative"),
     record("exact", 2, control="negative"),
-    record("rate", 1, loss=2.8),  # lost, though it never rose
+    record("rate", 1, loss=2.8),  # lost, although its loss never rose
     record("rate", 2, loss=2.6),
 ]
 LINES = [

@@ -1,4 +1,4 @@
-"""What a rule was worth over runs: alarms before an explosion, misses, false alarms."""
+"""How well a rule warns over runs: alarms before an explosion, misses, false alarms."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ DELTA = next(rule for rule in RULES if rule.name == "delta")
 
 
 def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
-    """A run whose second layer's second head has these values, one every 100 steps."""
+    """A run with these values in the second head of the second layer, one every 100 steps."""
     failure = None if not_finite is None else {"step": not_finite, "message": ""}
     quiet = {name: [0.0, 0.0]}
     signals = {100 * i: [quiet, {name: [0.0, value]}] for i, value in enumerate(values)}
@@ -28,7 +28,7 @@ def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
     [
         (950, [1, 511, 512, 1, 600], (750,), 0, 0, 0),  # the first alarm counts
         (200, [1, 1, 512], (0,), 0, 0, 0),
-        (199, [1, 1, 512], (), 1, 0, 0),  # an alarm after the explosion warns of nothing
+        (199, [1, 1, 512], (), 1, 0, 0),  # an alarm after the explosion is no warning
         (950, [1, 1, 511], (), 1, 0, 0),
         (None, [1, 512, 1], (), 0, 1, 0),
         (None, [1, 511, 1], (), 0, 0, 1),
@@ -75,11 +75,11 @@ def test_runs_without_a_rules_signal_are_not_counted_for_it():
 
 
 def test_delta_is_counted_where_it_is_met_and_where_it_warns():
-    """It warns in a layer that meets `scores` as well, in whatever head."""
+    """It warns in a layer that also meets `scores`, in any head."""
     name = "query_weight_gradient_error_relative"
     runs = [
-        (950, [(600.0, 0.1), (40.0, 0.4), (600.0, 0.4)]),  # met at 100, warns at 200
-        (950, [(40.0, 0.4)]),  # met alone
+        (950, [(600.0, 0.1), (40.0, 0.4), (600.0, 0.4)]),  # met at step 100, warns at step 200
+        (950, [(40.0, 0.4)]),  # met, without a warning
         (None, [(40.0, 0.4)]),
         (None, [(31.0, 0.4)]),
         (None, [(512.0, 0.3)]),
@@ -133,14 +133,14 @@ def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
 @pytest.mark.parametrize(
     ("norms", "risen"),
     [
-        ([4.0] * 30 + [1.0] * 30 + [1.49] * 40, None),  # it fell, which is no rise
-        ([1.0] * 60 + [1.5] * 40, 650),  # the sixth of the ten norms of 100 steps makes the median
-        ([1.0] * 60 + [9.0] * 4 + [1.0] * 36, None),  # a spike is none
+        ([4.0] * 30 + [1.0] * 30 + [1.49] * 40, None),  # a fall is no rise
+        ([1.0] * 60 + [1.5] * 40, 650),  # six of ten norms in 100 steps move the median
+        ([1.0] * 60 + [9.0] * 4 + [1.0] * 36, None),  # a spike is no rise
         ([1.0] * 20 + [3.0] * 80, None),  # within the warm-up
         (
             [1.0] * 60 + [float("nan")] * 40,
             640,
-        ),  # large: the fifth makes the mean of the middle two
+        ),  # NaN counts as large; the fifth enters the mean of the middle two
     ],
 )
 def test_a_gradients_norm_rises_where_its_median_leaves_its_least(norms, risen):
@@ -165,7 +165,7 @@ def test_the_gradients_norm_is_a_row_of_the_table_of_warnings():
 
 
 def losses(spike_at=None, rise_at=None):
-    """About 3 every tenth step; 5 at one step, 5 from another on."""
+    """About 3 every tenth step, with 5 at one step, or 5 from a step on."""
     return {
         step: 3.0
         + 0.01 * (step // 10 % 3)
@@ -175,12 +175,12 @@ def losses(spike_at=None, rise_at=None):
 
 
 def slow_rise():
-    """Divergence without a spike: the loss rises no faster than it scatters."""
+    """Losses that diverge without a spike: they rise more slowly than they scatter."""
     return {s: 3.0 + 0.3 * (-1) ** (s // 10) + max(0, s - 300) * 0.002 for s in range(0, 1000, 10)}
 
 
 def test_errors_of_delta_count_in_heads_that_learn():
-    """The head that float32 itself left with nothing but rounding: `exact`, seed 1, step 2,750."""
+    """A head whose gradient is only rounding errors of float32: `exact`, seed 1, step 2,750."""
     signals = {
         "query_weight_gradient_error_relative": [0.002, 0.998],
         "score_maximum": [101.0, 578.7],
@@ -195,8 +195,8 @@ def test_errors_of_delta_count_in_heads_that_learn():
 
 def test_events_of_losses_are_counted_before_explosions_and_in_runs_that_held():
     runs = [
-        (losses(rise_at=500), 512),  # the spike at 500 begins it
-        (losses(spike_at=800), 700),  # a spike after an explosion that every tenth does not show
+        (losses(rise_at=500), 512),  # the spike at 500 is its start
+        (losses(spike_at=800), 700),  # every tenth loss misses this explosion
         (slow_rise(), 555),
         (losses(), 900),
         (losses(spike_at=300), None),

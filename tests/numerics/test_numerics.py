@@ -1,4 +1,4 @@
-"""The `Numerics` record: the presets as the design tables them, overrides, what a call derives."""
+"""The `Numerics` record: presets as in the design's table, overrides, and what a call derives."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from lowprec_attn.numerics import FLASH, MATCHED, POINTS, Numerics
 
 F32, BF16 = "float32", "bfloat16"
 TABLE = ("scores", "probs", "pv", "output", "saved_output", "delta", "probs_bwd", "dp", "ds")
-INPUT = "None"  # the format of q
+INPUT = "None"  # takes the format of q
 PRESETS = {
     "exact": (F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
     "flash": (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
@@ -47,7 +47,7 @@ PRESETS = {
         *("float8_e4m3fn/x448", F32, "float8_e5m2/tensor"),
     ),
 }
-# Points of the table's other columns: float32 in every preset but these.
+# The points that the table above omits: float32 in every preset except these.
 OTHER_POINTS = (
     *("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads"),
     *("query", "key", "value", "do", "output_bwd", "delta_value"),
@@ -60,7 +60,7 @@ ROUNDED_TOO = {
     },
     "jax_pallas": {"delta_value"},
 }
-# Arrays as they are read.
+# The roundings of arrays as they are read.
 IN_8_BITS: dict[str, dict[str, str]] = {
     "flash_attention_3_fp8": dict.fromkeys(("query", "key", "value"), "float8_e4m3fn/head"),
     "transformer_engine_fp8": {
@@ -68,7 +68,7 @@ IN_8_BITS: dict[str, dict[str, str]] = {
         "do": "float8_e5m2/tensor",
     },
 }
-# Exponent and statistics, where they are not left open and `lse`.
+# Exponent and statistics, except where the exponent is open and the statistics are `lse`.
 ROWS = {
     "exact": (None, "m_and_l"),
     "standard": (None, "m_and_l"),
@@ -193,8 +193,8 @@ def test_another_format_replaces_bfloat16_everywhere_and_keeps_modes() -> None:
         ("bfloat16", "float32", "float32"),
         ("bf16_m3", "bfloat16", "bfloat16"),
         ("float8_e5m2", "float16", "float16"),
-        ("float16", "bfloat16", "float32"),  # bfloat16 has too short a significand
-        ("bfloat16", "float16", "float32"),  # float16 has too short an exponent
+        ("float16", "bfloat16", "float32"),  # bfloat16's significand is too short
+        ("bfloat16", "float16", "float32"),  # float16's exponent is too short
         ("float32", "bfloat16", "float32"),
         ("bfloat16:error_positive", "bfloat16", "float32"),  # injected errors are not rounded
         ("bfloat16:stochastic", "bfloat16", "bfloat16"),

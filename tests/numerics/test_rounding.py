@@ -1,4 +1,4 @@
-"""`round_to` on every code, midpoint and boundary of every format; stochastic rounding; bits."""
+"""`round_to` on every code, midpoint and boundary of each format; stochastic rounding; bits."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
-    """Equal bits, signed zeros included; every NaN is as good as another."""
+    """Checks that bits are equal, including signed zeros; any two NaNs count as equal."""
     result = np.asarray(result)
     np.testing.assert_array_equal(np.isnan(result), np.isnan(expected_))
     keep = ~np.isnan(expected_)
@@ -112,7 +112,7 @@ def test_formats_describe_their_dtypes(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", HARDWARE)
 def test_stochastic_agrees_with_gfloat_given_the_same_bits(fmt: str) -> None:
     rng = np.random.default_rng(3)
-    # Normal numbers of the format, where the number of dropped bits is the same for all.
+    # Normal numbers of the format, all of which drop the same number of bits.
     low, high = FORMATS[fmt].min_exponent, min(FORMATS[fmt].min_exponent * -1, 30) - 1
     x = np.ldexp(rng.uniform(1, 2, 4096), rng.integers(max(low, -30), high, 4096))
     x = (x * rng.choice([-1, 1], x.shape)).astype(np.float32)
@@ -143,7 +143,7 @@ def test_stochastic_hits_the_two_neighbours_without_bias(fmt: str) -> None:
     rng = np.random.default_rng(4)
     values = codes(fmt)
     values = values[np.isfinite(values)].astype(np.float64)
-    # Fifty gaps anywhere in the format, subnormals included, and a point inside each.
+    # Fifty gaps anywhere in the format, including subnormals, with a point inside each.
     i = np.concatenate([rng.integers(0, len(values) - 1, 48), [len(values) // 2, len(values) - 2]])
     low, high = values[i], values[i + 1]
     share = rng.uniform(0.05, 0.95, i.shape)
@@ -157,8 +157,8 @@ def test_stochastic_hits_the_two_neighbours_without_bias(fmt: str) -> None:
     result = np.asarray(round_to(wide, fmt, "stochastic", bits)).astype(np.float64)
     assert np.all((result == low) | (result == high))
     up = (result == high).mean(0)
-    # A mean of independent draws: five standard deviations leave one failure in 30,000 seeds,
-    # and the seed is fixed.
+    # For a mean of independent draws, five standard deviations fail in one of 30,000 seeds. The
+    # seed is fixed.
     assert np.all(np.abs(up - share) < 5 * np.sqrt(share * (1 - share) / draws))
 
 
@@ -170,7 +170,7 @@ def test_toward_zero_is_the_largest_value_of_the_format_that_is_no_larger(fmt: s
     values = codes(fmt)
     values = values[np.isfinite(values) & (values >= 0)]
     below = values[np.searchsorted(values, np.abs(x[finite]), "right") - 1]
-    oracle = expected(x, fmt)  # of infinity and NaN as to nearest
+    oracle = expected(x, fmt)  # infinity and NaN round as to nearest
     oracle[finite] = np.copysign(below, x[finite])
     result = optimized(lambda x: round_to(x, fmt, "toward_zero"))(jnp.asarray(x))
     assert_same_bits(result, oracle)
@@ -194,7 +194,7 @@ def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode
     size = np.abs(expected(x, fmt).astype(np.float64) - x)
     result = np.asarray(round_to(jnp.asarray(x), fmt, mode, jnp.asarray(bits)))  # type: ignore[arg-type]
     moved = result.astype(np.float64) - x
-    # x ± size is computed in float32: half an ulp of the result.
+    # x ± size is computed in float32, with an error of half an ulp of the result.
     assert np.all(np.abs(np.abs(moved) - size) <= np.spacing(np.abs(result)) / 2)
     large = size > 1e-6
     assert large.mean() > 0.9
@@ -204,7 +204,7 @@ def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode
     else:
         assert np.all(np.sign(moved[large]) == (1 if mode == "error_positive" else -1))
     exact = codes(fmt)
-    # Here the sum x ± 0 is float32 arithmetic, which XLA does without subnormals.
+    # The sum x ± 0 is float32 arithmetic, in which XLA flushes subnormals.
     exact = exact[np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))]
     unmoved = round_to(jnp.asarray(exact), fmt, mode, jnp.zeros(exact.shape, jnp.uint32))  # type: ignore[arg-type]
     np.testing.assert_array_equal(unmoved, exact)
@@ -224,14 +224,14 @@ def _bits(*counters: object, seed: tuple[int, int] = (0, 0)) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", [(0, 0), (0, 1), (1, 0), (0xFFFF_FFFF, 0xFFFF_FFFF), (17, 4)])
 def test_counter_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
-    # Batch 0, head 0, rows and columns as the points of a score matrix count them.
+    # Batch 0, head 0; rows and columns are counted as in a score matrix.
     rows, cols = np.arange(512)[:, None], np.arange(512)[None]
     bits = _bits(0, 0, 0, rows, cols, 0, seed=seed)
     n = bits.size
     for shift in (0, 8, 16, 24):
         counts = np.bincount(((bits >> shift) & 0xFF).ravel(), minlength=256)
         chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
-        # 255 degrees of freedom: mean 255, standard deviation √510.
+        # 255 degrees of freedom have mean 255 and standard deviation √510.
         assert abs(chi2 - 255) < 5 * np.sqrt(510)
     others = {
         "next row": np.roll(bits, 1, 0),
@@ -244,7 +244,7 @@ def test_counter_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None
         "next seed": _bits(0, 0, 0, rows, cols, 0, seed=(seed[0], seed[1] ^ 1)),
     }
     for what, other in others.items():
-        # Each of the 32 bits agrees with its counterpart half of the time, off the diagonal.
+        # Off the diagonal, each of the 32 bits agrees with its counterpart half of the time.
         same = ~(bits ^ other)
         off_diagonal = rows != cols if what == "transposed" else np.ones_like(bits, bool)
         for position in (0, 7, 15, 23, 31):
@@ -255,7 +255,7 @@ def test_counter_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None
 def test_counter_bits_repeat_no_more_than_chance() -> None:
     rows, cols = np.arange(1024)[:, None], np.arange(1024)[None]
     bits = _bits(0, 0, 0, rows, cols, 0)
-    # Pairs among n draws from 2^32 values: n² / 2^33 expected collisions, a Poisson variable.
+    # Among n draws from 2^32 values, the number of colliding pairs is Poisson with mean n² / 2^33.
     n = bits.size
     collisions, expectation = n - np.unique(bits).size, n**2 / 2**33
     assert collisions < expectation + 5 * np.sqrt(expectation)

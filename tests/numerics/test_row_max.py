@@ -1,4 +1,4 @@
-"""What each row-max rule does in each edge case that its docstring states."""
+"""What each row-max rule does in each edge case of its docstring."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,8 +42,8 @@ def row_max(rule: RowMax, scores: list[float], m_prev: float = NEVER) -> float:
         ([1.0, 3.0, 3.0], 3.0, 6.0, 6.0),  # repeated, positive: β r_m
         ([-5.0, -3.0, -3.0], -3.0, 0.0, 0.0),  # repeated, negative: 0
         ([0.0, 0.0, -1.0], 0.0, 0.0, 1.0),  # repeated zero: unhandled; shifted like r_m = 1
-        ([3.0, 2.9995, 1.0], 3.0, 6.0, 3.0),  # within 1e-3; not exactly equal
-        ([50.0, 50.0], 50.0, 100.0, 70.0),  # the bounded shift
+        ([3.0, 2.9995, 1.0], 3.0, 6.0, 3.0),  # within 1e-3, not exactly equal
+        ([50.0, 50.0], 50.0, 100.0, 70.0),  # the bound on the shift
         ([-50.0, -50.0], -50.0, 0.0, -30.0),
         ([MASKED, MASKED], MASKED, 0.0, MASKED),  # fully masked
         ([MASKED, 2.0], 2.0, 2.0, 2.0),
@@ -56,7 +56,7 @@ def test_edge_cases(scores: list[float], standard: float, published: float, dyna
     assert row_max(StandardMax(), scores) == standard
     assert row_max(PublishedMax(), scores) == published
     assert row_max(DynamicMax(), scores) == dynamic
-    assert row_max(LazyMax(), scores) == standard  # of a first step
+    assert row_max(LazyMax(), scores) == standard  # in a first step
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -74,7 +74,7 @@ def test_running_maximum_never_falls(rule: RowMax) -> None:
         ([1.0, 5.6], 0.0, 5.6),
         ([-1.0, 2.6], -3.0, 2.6),
         ([MASKED, MASKED], -3.0, -3.0),
-        ([-np.inf, -np.inf], -np.inf, -np.inf),  # as `tiled` begins
+        ([-np.inf, -np.inf], -np.inf, -np.inf),  # the start value of `tiled`
         ([-np.inf, -40.0], -np.inf, -40.0),
         ([np.inf, 1.0], 3.0, np.inf),
         ([np.inf, 1.0], np.inf, np.inf),
@@ -104,7 +104,7 @@ def test_a_threshold_of_0_is_the_standard_maximum() -> None:
     ("fmt", "largest"), [("float16", 15.9), ("float8_e4m3fn", 8.8), ("float8_e5m2", 15.8)]
 )
 def test_a_lazy_maximum_is_refused_where_probs_would_overflow(fmt: str, largest: float) -> None:
-    """P̄ of the second key is 2 to the power of its score in base 2."""
+    """P̄ of the second key is 2 to the power of its base-2 score."""
     chosen = numerics.EXACT.replace(probs=fmt, kv_block=1)
     of = {"numerics": chosen, "implementation": "tiled"}
     scores = [0.0, largest * np.log(2) - 0.01]
@@ -141,7 +141,7 @@ def test_rules_agree_with_the_plain_writing(rule: RowMax) -> None:
 
 
 def attend(q: float, scores: list[float], rule: RowMax, **options: object) -> np.ndarray:
-    """Attention of one row over keys with given scores and values 1, 2, 3, …; one feature."""
+    """Attention of one row over keys with the given scores, one feature, and values 1, 2, 3, …."""
     n = len(scores)
     k = jnp.array(scores, jnp.float32).reshape(1, n, 1, 1) / q
     v = jnp.arange(1, n + 1, dtype=jnp.float32).reshape(1, n, 1, 1)
@@ -186,7 +186,7 @@ def test_dynamic_max_refuses_a_shift_under_which_narrow_probs_vanish(
         attend(10.0, scores, DynamicMax(), numerics=chosen, implementation="dense")
     safe = DynamicMax(max_shift=largest_shift)
     out = attend(10.0, scores, safe, numerics=chosen, implementation="dense")
-    # O = Σ round(P̄) v / Σ P̄: off by the relative error of rounding a normal number.
+    # O = Σ round(P̄) v / Σ P̄ has the relative error of rounding a normal number.
     half_ulp = 2.0 ** -(numerics.FORMATS[fmt].fraction_bits + 1)
     np.testing.assert_allclose(out, 1.5, rtol=half_ulp)
 
@@ -222,7 +222,7 @@ def test_steps_of_minus_infinity_alone_count_as_masked(rule: RowMax, implementat
     q = q.at[..., 0].set(1.0)
 
     def attend(first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """O and lse where S = −inf for keys first, ..., end − 1."""
+        """O and lse with S = −inf for keys first, ..., end − 1."""
         out = attention.dot_product_attention(
             q,
             k.at[:, first:end, :, 0].set(-np.inf),
@@ -239,11 +239,11 @@ def test_steps_of_minus_infinity_alone_count_as_masked(rule: RowMax, implementat
         other = slice(128 - first, 256 - first)
         float32 = (x.astype(jnp.float32) for x in (q, k[:, other], v[:, other]))
         exact = jax.nn.dot_product_attention(*float32)
-        # P̄ and O are rounded to bfloat16, |v| is below 5.
+        # P̄ and O are rounded to bfloat16, and |v| is below 5.
         np.testing.assert_allclose(attend(first, first + 128)[0], exact, atol=5 * 2**-8)
     out, lse = attend(0, 256)
     np.testing.assert_array_equal(out, 0.0)
-    # As in a row that is masked wholly, the published rule raises m to 0 and clamps each sum.
+    # As in a fully masked row, the published rule raises m to 0 and clamps each sum.
     expected = np.log(2e-10) if isinstance(rule, PublishedMax) else -np.inf
     np.testing.assert_allclose(lse, expected, rtol=1e-6)
 
@@ -257,8 +257,8 @@ def test_softmax_does_not_depend_on_the_rule_in_exact_arithmetic(rule: str, case
     shifted = harness.run(how, problem, arrays, numerics.EXACT, RULES[rule])
     exact = harness.oracle(problem, arrays)
     for name, x in exact.items():
-        # P̄ and lse carry the rounding of scores as large as the shift, some 2^6: 2^6 ulps of
-        # the largest entry, and a few for the sums.
+        # P̄ and lse contain rounding errors of scores as large as the shift, about 2^6: 2^6 ulps of
+        # the largest entry, plus a few for the sums.
         bound = 200 * plain.EPS32 * max(harness.largest(x), 1.0)
         assert harness.error(shifted[name], x) < bound, name
 
@@ -288,7 +288,8 @@ def test_fully_masked_row_under_each_rule() -> None:
                 return_residual=True,
             )
             np.testing.assert_array_equal(out[0, 1], 0.0)
-            # The published rule raises m to 0 and clamps l: the row looks like a very light one.
+            # The published rule raises m to 0 and clamps l, so the row looks like one with little
+            # weight.
             expected = np.log(1e-10) if isinstance(rule, PublishedMax) else -np.inf
             np.testing.assert_allclose(lse[0, 1], expected, rtol=1e-6)
 

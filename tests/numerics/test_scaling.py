@@ -1,4 +1,4 @@
-"""Scales of 8-bit formats: as NumPy rounds with them, at the ends of their range, and by name."""
+"""Scales of 8-bit formats: the same rounding as in NumPy, the ends of their range, and names."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 SCALES = ("x448", "x256", "x0.5", "tensor", "head", "block16", "block5", "mx", "nvfp4")
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float16")
-SHAPE = (2, 2, 3, 37, 70)  # no length is a multiple of a block's
+SHAPE = (2, 2, 3, 37, 70)  # no length is a multiple of a block
 
 
 def array(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-    """Rows and columns of many sizes, so that blocks have scales of their own."""
+    """Values whose sizes vary by row and column, so that blocks have different scales."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     x *= np.exp2(rng.uniform(-12, 12, (*shape[:-1], 1))) * np.exp2(rng.uniform(-6, 6, shape[-1]))
@@ -40,12 +40,12 @@ def in_numpy(x: np.ndarray, fmt: str, scale: str, axis: int = -1) -> np.ndarray:
 def test_rounding_is_that_of_numpy(fmt: str, scale: str, axis: int) -> None:
     x = array()
     result, expected = rounded(x, f"{fmt}/{scale}", axis), in_numpy(x, fmt, scale, axis)
-    # A division by a scale that is no power of two may be a product with its inverse.
+    # Division by a scale that is no power of two may be compiled to a product with its inverse.
     np.testing.assert_allclose(result, expected, rtol=3e-7, atol=0)
     others = [in_numpy(x, fmt, other, axis) for other in SCALES if other != scale]
     if axis == -2 and scale in ("mx", "nvfp4"):
         others.append(in_numpy(x, fmt, scale, -1))
-    if fmt != "float16":  # whose numbers are fine enough for any two
+    if fmt != "float16":  # float16 is too fine to tell some scales apart
         assert all(
             np.abs(result - other).max() > 1e-3 * np.abs(result).max() * 2**-9 for other in others
         )
@@ -53,7 +53,7 @@ def test_rounding_is_that_of_numpy(fmt: str, scale: str, axis: int) -> None:
 
 @pytest.mark.parametrize("fmt", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_microscaling_block_is_that_of_the_specification(fmt: str) -> None:
-    """Of OCP MX 1.0, section 6.3, in exact numbers: 2^⌊log2 amax⌋ − emax, and saturation."""
+    """As OCP MX 1.0, section 6.3, defines it: the scale 2^(⌊log2 amax⌋ − emax), and saturation."""
     dtype, emax = getattr(ml_dtypes, fmt), {"float8_e4m3fn": 8, "float8_e5m2": 15}[fmt]
     x = array(1, (1, 1, 1, 50, 32)).astype(np.float64)
     result = rounded(x.astype(np.float32), f"{fmt}/mx")[0, 0, 0]
@@ -70,11 +70,11 @@ def test_numbers_that_a_power_of_two_scales_into_the_format_stay() -> None:
     every = every[np.isfinite(every)].reshape(1, 1, 1, 1, -1)
     for power in (-20, 0, 20):
         x = every * np.float32(2.0**power)
-        # The largest is 448 · 2^power, so subnormals of e4m3 are kept too.
+        # The largest is 448 · 2^power, so the subnormals of e4m3 are kept too.
         for scale in ("tensor", "head", "block1"):
             np.testing.assert_array_equal(rounded(x, f"float8_e4m3fn/{scale}"), x)
     np.testing.assert_array_equal(rounded(every, "float8_e4m3fn/x1"), every)
-    # The largest of a microscaling block comes to 256 to 512, of which e4m3 ends at 448.
+    # The largest number of a microscaling block is scaled to 256 up to 512, but e4m3 ends at 448.
     blocks = np.repeat(every.reshape(-1, 1), 32, axis=1).reshape(1, 1, 1, -1, 32)
     ends_at = np.where(np.abs(np.frexp(blocks)[0]) == 15 / 16, blocks * np.float32(14 / 15), blocks)
     assert (ends_at != blocks).any()
@@ -104,7 +104,7 @@ def test_zeros_stay_and_one_number_is_kept_to_the_bits_of_the_format(scale: str)
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_nan_stays_and_reaches_no_other(scale: str) -> None:
-    x = array(3, (1, 1, 1, 3, 6))  # XLA's maximum of a long row on a CPU may lose a NaN by itself
+    x = array(3, (1, 1, 1, 3, 6))  # on a CPU, XLA's maximum of a long row may lose a NaN by itself
     without = x.copy()
     x[0, 0, 0, 2, 5], without[0, 0, 0, 2, 5] = np.nan, 0
     found, expected = (rounded(a, f"float8_e5m2/{scale}") for a in (x, without))
@@ -115,7 +115,7 @@ def test_nan_stays_and_reaches_no_other(scale: str) -> None:
 
 @pytest.mark.parametrize("scale", ["x1", "tensor", "head", "block5", "mx"])
 def test_infinities_saturate_at_a_scale_of_one(scale: str) -> None:
-    """As cvt.satfinite does, and as TransformerEngine takes amax."""
+    """As cvt.satfinite does, and as TransformerEngine computes amax."""
     x = np.zeros((1, 1, 1, 1, 8), np.float32)
     x[..., :4] = np.inf, -np.inf, 3.0, 1e9
     found = rounded(x, f"float8_e4m3fn/{scale}")[0, 0, 0, 0, :4]
@@ -131,7 +131,7 @@ def test_beyond_the_largest_number_of_a_constant_scale_is_that_number() -> None:
 
 
 def test_what_a_scale_of_probabilities_keeps() -> None:
-    """Of P̄ below 2^-10 e4m3 keeps nothing alone; times 2^8, all above 2^-18."""
+    """Alone, e4m3 keeps no P̄ below 2^-10; times 2^8 it keeps all above 2^-18."""
     p = np.exp2(-np.arange(0, 24.0, dtype=np.float32)).reshape(1, 1, 1, 1, -1)
     kept = {
         scale: int((rounded(p, f"float8_e4m3fn/{scale}") > 0).sum()) for scale in ("x1", "x256")
@@ -163,7 +163,7 @@ def test_stochastic_codes_are_neighbours_and_right_on_average() -> None:
     x = jnp.full((1, 1, 1, 64, 512), 0.3, jnp.float32)
     bits = jax.random.bits(jax.random.key(0), x.shape, jnp.uint32)
     found = round_scaled(x, get_rounding("float8_e4m3fn/x256:stochastic"), -1, None, bits)
-    assert set(np.unique(found * 256)) == {72.0, 80.0}  # 76.8 lies between
+    assert set(np.unique(found * 256)) == {72.0, 80.0}  # 76.8 lies between them
     assert abs(float(found.mean()) - 0.3) < 2e-4
 
 

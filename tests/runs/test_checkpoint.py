@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what damage is noticed, and that no kill loses one."""
+"""Checkpoints: what is restored, which damage is noticed, and that no kill loses one."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_state(step):
-    """A state whose every array tells the step, with the values that are easily lost."""
+    """A state in which each array tells the step, with values that are easily lost."""
     return {
         "params": {
             "w": jnp.full((4, 8), step, jnp.float32)
@@ -64,7 +64,7 @@ def save(directory, *steps, keep=2):
 
 
 def restore(directory):
-    """Restores, checks that every value belongs to the step, and returns the step."""
+    """Restores, checks that every value belongs to the step, and returns the step or None."""
     with Checkpoints(directory) as checkpoints:
         restored = checkpoints.restore(make_state(0))
     if restored is None:
@@ -89,7 +89,7 @@ def one_line(error):
     return text
 
 
-# What comes back.
+# What is restored.
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
@@ -156,7 +156,7 @@ def test_arrays_come_back_as_the_kind_and_with_the_sharding_of_the_target(tmp_pa
 
 def test_the_state_may_be_donated_and_changed_as_soon_as_save_returns(tmp_path):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    # Large enough for a view of the buffer to be read while the next steps overwrite it.
+    # Large enough that the next steps could overwrite a view of the buffer while it is read.
     state, host, data_state = jnp.zeros(1 << 20), np.zeros(4), {"next": [0]}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, {"x": state, "host": host}, data_state)
@@ -184,7 +184,7 @@ def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
         assert names(tmp_path) == ["00000003-0", "00000003.json"]
 
 
-# What stays.
+# What is kept.
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [5, 9]), (9, [1, 3, 5, 9])])
@@ -354,7 +354,7 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
     for path in targets * 3:
         original = path.read_bytes()
         flip_bit(path, rng.random(), rng.randrange(8))
-        assert restore(tmp_path) in (10, 20)  # 20: white space of the manifest; values are checked
+        assert restore(tmp_path) in (10, 20)  # 20 after white space of the manifest changed
         path.write_bytes(original)
 
 
@@ -513,7 +513,7 @@ def test_a_directory_that_cannot_be_made_is_told_in_one_line(tmp_path):
 
 
 def limit_files():
-    """Stops TensorStore in the middle of a file."""
+    """Makes TensorStore stop in the middle of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
@@ -522,7 +522,7 @@ def refuse_directories():
 
 
 def save_against_the_system(directory, obstacle):
-    """In a child: an error inside of Orbax, which prints and leaves threads as it likes."""
+    """In a child process, because errors inside Orbax print messages and leave threads behind."""
     state = {"x": np.random.default_rng(0).standard_normal((64, 1024))}
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(1, state, {})
@@ -598,11 +598,11 @@ def test_a_loss_of_power_at_any_instant_leaves_a_checkpoint(tmp_path, monkeypatc
             if found not in seen:
                 seen[found] = restore(copy / name)
     assert set(seen.values()) == {1, 2}
-    assert restore(copies[-1] / "nothing") == 2  # a save that is complete is on the disk
+    assert restore(copies[-1] / "nothing") == 2  # a completed save is on the disk
 
 
 def save_for_ever(directory):
-    """In a child: restores, and saves step after step until it is killed."""
+    """In a child process: restores, then saves every step until it is killed."""
     with Checkpoints(directory) as checkpoints:
         restored = checkpoints.restore(make_state(0))
         step = 0 if restored is None else restored.step

@@ -1,4 +1,4 @@
-"""The words for what goes wrong in a run: explosion, and runaway of scores."""
+"""The words for failures of a run: explosion, and runaway of scores."""
 
 import math
 
@@ -9,11 +9,11 @@ from lowprec_attn.runs.instability.explosion import LargeHeads, LossWatch, Runaw
 
 
 def risen(at, by, steps, until=math.inf):
-    """Losses of every step: 3, and more from one step on, until another."""
+    """Losses of every step: 3, and `by` more from step `at` until another step."""
     return [(s, 3.0 + (by if at <= s < until else 0.0)) for s in range(steps)]
 
 
-# A rise by 0.8 lifts the mean of 50 steps by more than 0.7 once it holds 44 of them.
+# A rise by 0.8 lifts the mean of 50 steps by more than 0.7 once 44 of them have risen.
 FIRST = 500 + 43
 
 
@@ -31,7 +31,7 @@ def test_the_excess_is_one_of_more_than_seven_tenths(rise, explosion):
 
 @pytest.mark.parametrize(("steps", "explosion"), [(136, None), (137, FIRST)])
 def test_a_short_excess_is_no_explosion(steps, explosion):
-    """The mean is above the limit for 37 steps less than the loss."""
+    """The mean exceeds the limit for 37 steps less than the loss does."""
     watch = LossWatch(risen(500, 0.8, 900, until=500 + steps))
     assert watch.explosion == explosion
     assert watch.excess_steps == 0
@@ -43,7 +43,7 @@ def test_two_short_excesses_are_no_explosion():
 
 
 def test_the_excess_is_that_over_the_best_so_far():
-    """A loss that falls from 11 to 3 and then rises to 4.5 is far below its first values."""
+    """A loss that falls from 11 to 3 and rises to 4.5 is still far below its first values."""
     falling = [(s, 11.0 - 0.02 * s) for s in range(400)]
     watch = LossWatch([*falling, *((s, 4.5) for s in range(400, 700))])
     assert watch.explosion is not None
@@ -55,10 +55,10 @@ def test_one_low_loss_is_not_the_best():
 
 
 def test_the_first_losses_of_a_resumed_run_are_not_its_best():
-    """One of 2, by chance, and then 3: no excess of 0.7 over a best of 2."""
+    """A loss of 2 by chance, followed by 3, is no excess of 0.7 over a best of 2."""
     losses = [(1000, 2.0), *((s, 3.0) for s in range(1001, 1300))]
     assert LossWatch(losses).explosion is None
-    assert LossWatch(losses).best == pytest.approx(2.9)  # of the first ten
+    assert LossWatch(losses).best == pytest.approx(2.9)  # the mean of the first ten
     assert LossWatch(losses[:9]).best == math.inf
     risen_later = [(s, x + (0.9 if s >= 1200 else 0.0)) for s, x in losses[1:]]
     assert LossWatch([*risen_later, *((s, 3.9) for s in range(1300, 1400))]).explosion is not None
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_is_no_explosion_and_no_part_of_the_mean(loss)
     calm = risen(500, 0.8, 300)
     watch = LossWatch([*calm, (300, loss), (301, 3.0)])
     assert (watch.explosion, watch.excess_steps, watch.smoothed) == (None, 0, 3.0)
-    # An excess that has begun has not lasted, however the run ends.
+    # An excess must last 100 steps, whatever the end of the run.
     assert LossWatch([*risen(500, 0.8, FIRST + 99), (FIRST + 99, loss)]).explosion is None
     assert LossWatch([*risen(500, 0.8, FIRST + 100), (FIRST + 100, loss)]).explosion == FIRST
 
@@ -110,7 +110,7 @@ def test_every_tenth_loss_says_the_same_within_ten_steps(seed):
 
 
 def scores(last, every=250, **heads):
-    """100 in two heads of three layers, and `h01=value` in head 1 of layer 0."""
+    """Scores of 100 in two heads of three layers, and `h01=value` in head 1 of layer 0."""
     table = {step: [[100.0, 100.0] for _ in range(3)] for step in range(0, last + 1, every)}
     for name, value in heads.items():
         for layers in table.values():
@@ -125,9 +125,9 @@ RULE = RunawayRule()
     ("heads", "large"),
     [
         ({}, 0),
-        ({"h10": 9e9}, 1),  # one head, however large
+        ({"h10": 9e9}, 1),  # a single head, however large
         ({"h10": 513.0, "h11": 513.0}, 2),
-        ({"h00": 513.0, "h21": 513.0}, 2),  # of all layers
+        ({"h00": 513.0, "h21": 513.0}, 2),  # heads of all layers count
         ({"h10": 513.0, "h11": 512.0}, 1),
         ({"h10": math.nan, "h11": math.inf}, 2),
     ],

@@ -1,4 +1,4 @@
-"""The sentence that says whether a run is healthy."""
+"""The sentence that tells whether a run is healthy."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from lowprec_attn.runs.instability.health import judge
 from lowprec_attn.runs.instability.rollbacks import Rollback
 
 FALLING = [5.0 - 0.01 * step for step in range(200)]
-EXPLODED = [*FALLING, *[9.0] * 120]  # the mean of 50 steps needs 7 of them to rise by 0.7
+EXPLODED = [*FALLING, *[9.0] * 120]  # 7 of these losses lift the mean of 50 steps by 0.7
 RECOVERED = [*EXPLODED, *[3.0] * 120]
 NOT_FINITE = {"step": 200, "message": "first non-finite value in layer 1: the queries (forward)"}
 STOPPED = {"step": 150, "explosion": 40, "message": "the loss exploded at step 40"}
@@ -23,7 +23,7 @@ def layer(**changes):
 
 
 def of(*steps, worst=None, at=-1):
-    """Signals of two layers at some steps; from index `at` on, head 1 of layer 1 has `worst`."""
+    """Signals of two layers; from step index `at` on, head 1 of layer 1 has `worst`."""
     changed = range(len(steps))[at:]
     return {
         step: [layer(), layer(**(worst or {}) if i in changed else {})]
@@ -161,7 +161,7 @@ def test_a_sentence_says_whether_a_run_is_healthy_and_why(run, state, words):
 
 def test_a_rule_is_told_with_its_first_step_and_worst_layer():
     signals = of(0, 100, 200, 300, worst=SCORES, at=1)
-    signals[100][0] = layer(score_maximum=700.0)  # the worst at the same step
+    signals[100][0] = layer(score_maximum=700.0)  # the worst score at that step
     signals[300] = of(300)[300]
     (met,) = judge(history(signals=signals)).met
     assert (met.step, met.layer, met.alarm.head, met.alarm.value) == (100, 0, 1, 700.0)

@@ -1,4 +1,4 @@
-"""What a report says has happened in a run."""
+"""What a report lists as incidents of a run."""
 
 import json
 
@@ -73,14 +73,14 @@ def test_a_record_is_told_in_a_line(case):
 @pytest.mark.parametrize(
     ("signals", "recovery", "at_batch"),
     [
-        ({}, "fast", False),  # nothing was measured
+        ({}, "fast", False),  # no measurement
         ({1: QUIET}, "fast", True),
         ({1: QUIET}, "slow", False),
         ({1: LOUD}, "fast", False),
         ({1: QUIET, 12: LOUD, 20: QUIET}, "fast", False),
-        # Errors of δ alone are no warning, but of arithmetic.
+        # Errors of δ alone are a matter of the arithmetic and no warning.
         ({1: {"layer_0": {"query_gradient_error_relative": [0.5]}}}, "fast", False),
-        ({30: QUIET}, "fast", False),  # after it
+        ({30: QUIET}, "fast", False),  # after the spike
     ],
 )
 def test_a_fast_spike_without_a_rule_met_points_at_its_batch(signals, recovery, at_batch):

@@ -1,4 +1,4 @@
-"""What goes on beside a run: repeated actions, and the copy that outlives the machine."""
+"""What runs alongside training: repeated actions, and the copy that outlives the machine."""
 
 import shutil
 import threading
@@ -33,7 +33,7 @@ def records(run_dir):
 
 @pytest.fixture(params=["directory", "memory"])
 def url(request, tmp_path):
-    """A mounted drive, and a store that knows no directories."""
+    """A mounted drive, and a store without directories."""
     if request.param == "directory":
         return str(tmp_path / "drive" / "run")
     return f"memory://bucket/{tmp_path.name}/run"
@@ -80,14 +80,14 @@ def test_an_interrupted_body_is_what_is_raised(caplog):
 def test_a_copy_continues_the_run_on_another_machine(tmp_path, finished):
     stopped = tmp_path / "stopped"
     shutil.copytree(finished.path, stopped)
-    (stopped / "checkpoints" / "00000006.json").unlink()  # killed before its last checkpoint
+    (stopped / "checkpoints" / "00000006.json").unlink()  # as if killed before its last checkpoint
     mirror.push(RunDir(stopped), str(tmp_path / "drive"))
     assert mirror.pull(str(tmp_path / "drive"), tmp_path / "continued")
     assert records(trained(tmp_path / "continued")) == records(finished)
 
 
 def test_a_run_without_a_checkpoint_is_not_copied(tmp_path, finished):
-    """Its copy could not go on: the records would have lost a checkpoint."""
+    """Its copy could not go on, because the records would be ahead of every checkpoint."""
     begun = tmp_path / "begun"
     shutil.copytree(finished.path, begun)
     for manifest in (begun / "checkpoints").glob("*.json"):

@@ -1,4 +1,4 @@
-"""Where a run goes back to, and which checkpoints a rollback undoes."""
+"""The checkpoint that a run goes back to, and the checkpoints that a rollback undoes."""
 
 import pytest
 
@@ -18,7 +18,7 @@ TARGETS = [
     ((109, 10, 20, 0), 80),
     ((109, 0, 20, 0), 100),
     ((5, 10, 20, 0), 0),
-    ((33, 10, 20, 27), 27),  # resumed from another run
+    ((33, 10, 20, 27), 27),  # after a resume from another run
 ]
 
 

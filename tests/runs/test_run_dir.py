@@ -86,7 +86,7 @@ def test_only_the_first_of_many_differences_are_listed(tmp_path):
 
 
 def test_a_field_that_is_absent_there_and_unset_here_is_no_difference(tmp_path):
-    """A later version adds fields, and a run of an earlier one still goes on."""
+    """A later version adds fields, and runs of an earlier version must still go on."""
     begin(tmp_path, {"seed": 1})
     RunDir.open(tmp_path, {"seed": 1, "later": None, "more": {"points": None}}).close()
     for value in (0, False, "", {}):
@@ -167,7 +167,7 @@ def test_a_creation_killed_at_any_instant_is_completed(tmp_path, monkeypatch):
 
         return wrapper
 
-    operations = {"mkdir": 1, "fsync": 4, "replace": 2}  # how often a creation calls them
+    operations = {"mkdir": 1, "fsync": 4, "replace": 2}  # the number of calls during a creation
     for name, count in operations.items():
         for instant in range(count):
             path = tmp_path / f"{name}{instant}"
@@ -281,7 +281,7 @@ def write_steps(run_dir, start, stop):
 
 
 def strict(line):
-    """Parses JSON as the standard has it: no NaN, no Infinity."""
+    """Parses JSON by the standard, without NaN and Infinity."""
     return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
@@ -304,7 +304,7 @@ def test_floats_come_back_bit_for_bit(run_dir, dtype):
     rng = np.random.default_rng(0)
     size = np.dtype(dtype).itemsize
     values = np.frombuffer(rng.bytes(2000 * size), dtype)
-    with np.errstate(invalid="ignore"):  # ml_dtypes compares NaNs
+    with np.errstate(invalid="ignore"):  # for the NaNs that ml_dtypes compares
         finite = values[np.isfinite(values)]
     values = np.concatenate([finite, np.array([0.0, -0.0], dtype)])
     with MetricsWriter(run_dir, 0) as writer:
@@ -393,7 +393,7 @@ def test_a_line_that_is_no_record_is_named(run_dir, line):
 
 @contextlib.contextmanager
 def file_size_limit(size):
-    """Makes the system refuse what would make a file longer, as a full disk does."""
+    """Makes the system refuse to extend a file beyond `size` bytes, as a full disk does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -447,7 +447,7 @@ def test_a_directory_that_cannot_be_written_is_told_in_one_line(tmp_path):
 
 
 def events(directory):
-    """The events of all files in the order in which TensorBoard reads them."""
+    """Yields the events of all files in the order in which TensorBoard reads them."""
     for path in sorted(directory.iterdir()):
         data = path.read_bytes()
         while data:

@@ -16,7 +16,7 @@ from lowprec_attn.runs.instability.spikes import (
 
 
 def losses(steps, seed=0, noise=0.05):
-    """3 nats with normal noise."""
+    """Losses of 3 nats with normal noise."""
     return 3.0 + noise * np.random.default_rng(seed).normal(size=steps)
 
 

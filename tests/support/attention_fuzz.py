@@ -1,7 +1,8 @@
 """Random calls of attention, compared with `attention_oracle`.
 
-A program is what is compiled: shapes, formats and which arguments there are. A draw gives it
-values. Program and draw follow from their numbers alone, so a failure names how to run it again:
+A program is the part of a call that is compiled: shapes, formats, and which arguments are given. A
+draw supplies its values. Both follow from their numbers alone, so a failure names the command that
+repeats it:
 
     pytest tests/attention/test_fuzz.py -k "program[17]"
 """
@@ -20,7 +21,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.attention import tiled
 
 SEED = 41
-EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # an ulp of 1
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # from 1 to the next number
 PRESETS = ("exact", "exact", "flash", "float32_output", "auxiliary_output", "delta_dp_p")
 PRESETS = (*PRESETS, "normalized_delta", "published")
 DELTAS = ("do_o", "normalized", "after_cast", "dp_p")
@@ -29,7 +30,7 @@ EXPONENTS = (None, "scale_first", "unfused", "whole_max")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """The static part of a call; spans tell which of the axes B, N, T, S an array has in full."""
+    """The static part of a call; a span tells which of the axes B, N, T, S an array has in full."""
 
     number: int
     implementation: str
@@ -55,12 +56,12 @@ class Program:
     soft_cap: float | None
     sinks: bool
     value_size: int
-    delta: str  # of `exact`, as is the exponent
+    delta: str  # delta and exponent apply to the preset `exact` only
     exponent: str | None
 
     @property
     def numerics(self) -> numerics.Numerics:
-        """In the format of the arrays where that is float16."""
+        """The preset of the program, with float16 points where the arrays are float16."""
         chosen = numerics.get_preset(self.preset).replace(kv_block=self.kv_block)
         if self.preset == "exact":
             chosen = chosen.replace(delta=self.delta, exponent=self.exponent)
@@ -68,7 +69,7 @@ class Program:
 
 
 def program(number: int, implementation: str) -> Program:
-    """The program of a number."""
+    """Draws the program with this number."""
     rng = np.random.default_rng([SEED, number])
 
     def maybe(probability: float) -> bool:
@@ -109,7 +110,7 @@ def program(number: int, implementation: str) -> Program:
         head_size=head_size,
         dtype=dtype,
         preset=str(rng.choice(PRESETS)),
-        # The shift of the rule is too large for float16.
+        # The dynamic maximum shifts m too far for float16.
         row_max="dynamic_max" if dtype != "float16" and maybe(0.5) else "standard",
         is_causal=maybe(0.5),
         window=window,  # type: ignore[arg-type]
@@ -127,15 +128,15 @@ def program(number: int, implementation: str) -> Program:
         delta=str(of_exact.choice(DELTAS)),
         exponent=of_exact.choice(EXPONENTS),
     )
-    if in_kernel and program.exponent == "unfused":  # which the kernel declines
+    if in_kernel and program.exponent == "unfused":  # the kernels decline it
         program = dataclasses.replace(program, exponent=None)
-    if program.soft_cap is not None and program.delta == "after_cast":  # which has no slope
+    if program.soft_cap is not None and program.delta == "after_cast":  # it lacks the cap's slope
         program = dataclasses.replace(program, delta="normalized")
     return program
 
 
 def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
-    """(differentiated arrays, others, dO, dlse) -> out, lse and gradients."""
+    """Compiles (differentiated arrays, other arrays, dO, dlse) -> out, lse and gradients."""
     names = {"q": "query", "k": "key", "v": "value", "bias": "bias", "sinks": "sinks"}
 
     def run(arrays: dict[str, Any], others: dict[str, Any], do: Any, dlse: Any) -> Any:
@@ -166,7 +167,7 @@ def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Arrays as `compiled` takes them, and the same for the oracle."""
+    """The arrays of a call, for `compiled` and for the oracle."""
 
     arrays: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
@@ -176,7 +177,7 @@ class Draw:
 
 
 def draw(p: Program, number: int) -> Draw:
-    """The values of a number."""
+    """Draws the values with this number."""
     rng = np.random.default_rng([SEED, p.number, number])
     b, t, s, n, kv, h = p.batch, p.rows, p.keys, p.heads, p.kv_heads, p.head_size
     dtype = jnp.dtype(p.dtype)
@@ -240,7 +241,7 @@ def draw(p: Program, number: int) -> Draw:
 
 
 def with_garbage(x: Draw, seen: np.ndarray, rng: np.random.Generator) -> Draw:
-    """NaN and infinities in rows that see nothing, and in keys that no row of their head sees."""
+    """Puts NaN and infinities into rows that see no key and keys that no row of their head sees."""
     rows = ~seen.any(3).swapaxes(1, 2)
     batch, kv_heads = seen.shape[0], x.arrays["k"].shape[2]
     keys = ~seen.reshape(batch, kv_heads, -1, *seen.shape[2:]).any((2, 3)).swapaxes(1, 2)
@@ -249,7 +250,7 @@ def with_garbage(x: Draw, seen: np.ndarray, rng: np.random.Generator) -> Draw:
         arrays[name] = arrays[name].copy()
         arrays[name][at] = rng.choice([np.nan, np.inf, -np.inf])
     do[rows] = np.nan
-    if x.problem.sinks is not None:  # dlse of a row that sees nothing reaches the sink
+    if x.problem.sinks is not None:  # dlse of a row without keys reaches the sink
         lengths = np.array(x.problem.query_lengths)[:, None, None]
         rows = rows & (np.arange(rows.shape[1])[:, None] >= lengths)
     dlse[rows] = np.inf
@@ -257,11 +258,12 @@ def with_garbage(x: Draw, seen: np.ndarray, rng: np.random.Generator) -> Draw:
 
 
 def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
-    """What each entry of each result may err by.
+    """The error that each entry of each result may have.
 
-    A format errs each term by half an ulp; three lie on the way to any result, and one more where
-    a score is rounded. A float32 sum errs by an ulp per term, and its scores' error by as much
-    times their size. A soft cap's derivative is 1 − t², whose t errs by an ulp or two of 1.
+    Rounding to a format adds half an ulp to a term. At most three roundings lie on the way to a
+    result, plus one where scores are rounded. A float32 sum adds an ulp per term; the error of a
+    score grows with the size of the score too. The derivative of a soft cap is 1 − t², where t has
+    an error of one or two ulps of 1.
     """
     sizes = oracle.sizes(x, seen)
     score = sizes.score
@@ -272,7 +274,7 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
     if p.preset == "published":
         of_scores += low * (1 + score)
     relative = 3 * low + of_scores
-    # float16 ends at 2^-24, in P and dS as in a result.
+    # The smallest float16 is 2^-24, in P and dS as well as in a result.
     least = 2.0**-24 * terms if p.dtype == "float16" else 2.0**-100
     result = {
         name: relative * size + least * (1 + size.max(initial=0.0))
@@ -285,7 +287,7 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
 
 
 def check(p: Program, run: Callable[..., Any], number: int) -> None:
-    """Compares one draw; an AssertionError tells program, draw, result and where it is worst."""
+    """Compares one draw; its AssertionError names program, draw, result and the worst entry."""
     x = draw(p, number)
     seen = oracle.seen_pairs(x.problem)
     rng = np.random.default_rng([SEED, p.number, number, 1])

@@ -1,6 +1,6 @@
 """Attention and its gradients in float64 NumPy, written from the formulas, for the fuzzer.
 
-It shares no code with the library, nor with the other references: it walks over batch elements,
+It shares no code with the library or with the other references. It loops over batch elements,
 heads, rows and keys one by one, and derives gradients from the definition of softmax.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call by the names of its arguments; arrays of float64, integers and bool, lists of ints.
+    """The arguments of one call: arrays of float64, integers and bool, and lists of ints.
 
     bias and mask: [B|1, N|1, T|1, S|1]. offset and lengths: one integer per batch element.
     """
@@ -52,12 +52,12 @@ def may_see(x: Problem, b: int, n: int, t: int, s: int) -> bool:
 
 
 def entry(pairs: np.ndarray, *index: int) -> Any:
-    """An entry of an array whose axes of length 1 broadcast."""
+    """One entry of an array whose axes of length 1 broadcast."""
     return pairs[tuple(0 if size == 1 else i for i, size in zip(index, pairs.shape, strict=True))]
 
 
 def seen_pairs(x: Problem) -> np.ndarray:
-    """bool [B, N, T, S]."""
+    """Which query sees which key, bool [B, N, T, S]."""
     (batch, rows, heads, _), keys = x.q.shape, x.k.shape[1]
     seen = np.zeros((batch, heads, rows, keys), bool)
     for index in np.ndindex(seen.shape):
@@ -66,9 +66,10 @@ def seen_pairs(x: Problem) -> np.ndarray:
 
 
 def attend(x: Problem, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """out, lse, dq, dk, dv, and dbias where there is a bias, of the pairs of `seen_pairs`.
+    """out, lse, dq, dk, dv, and dbias where there is a bias, for the pairs of `seen_pairs`.
 
-    A row that sees nothing has out 0, lse −inf and no gradient; or lse its sink, which gets dlse.
+    A row that sees no key has out = 0, lse = −inf and no gradient. With a sink, its lse is the
+    sink, which receives dlse as its gradient.
     """
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
     result = {name: np.zeros(y.shape) for name, y in (("out", x.do), ("dq", x.q), ("dk", x.k))}
@@ -89,7 +90,7 @@ def attend(x: Problem, seen: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def capped(x: Problem, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scores behind the soft cap, and its derivative."""
+    """The scores after the soft cap, and the derivative of the cap."""
     if x.soft_cap is None:
         return scores, np.ones_like(scores)
     # d tanh x / dx = 1 / cosh² x
@@ -105,7 +106,7 @@ def _add_row(
     scores, slope = capped(x, x.scale * (k @ q))
     if x.bias is not None:
         scores = scores + np.array([entry(x.bias, b, n, t, s) for s in keys])
-    if x.sinks is not None:  # a key like any other, of value 0
+    if x.sinks is not None:  # a sink acts as a key with value 0
         scores, v = np.append(scores, x.sinks[n]), np.vstack([v, 0 * v[:1]])
     lse = np.logaddexp.reduce(scores)
     p = np.exp(scores - lse)
@@ -130,7 +131,7 @@ def _add_row(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """See `sizes`; `uncapped` are those of dq and dk were the derivative of the soft cap 1."""
+    """The result of `sizes`; `uncapped` holds dq and dk with the soft cap's derivative set to 1."""
 
     of: dict[str, np.ndarray]
     uncapped: dict[str, np.ndarray]
@@ -138,10 +139,11 @@ class Sizes:
 
 
 def sizes(x: Problem, seen: np.ndarray) -> Sizes:
-    """Each result with every term made positive: what relative errors of terms add up to.
+    """The size of each result: its value if every term were positive.
 
-    Also the largest Σ |q||k|·scale + |bias| of a pair that is seen, which a relative error of the
-    terms of a score turns into a relative error of its probability.
+    Relative errors of the terms add up to at most that share of the size. Also the largest Σ
+    |q||k|·scale + |bias| of a visible pair: a relative error of the terms of a score, times this
+    sum, is a relative error of its probability.
     """
     positive = dataclasses.replace(
         x,

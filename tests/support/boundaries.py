@@ -1,4 +1,4 @@
-"""Where rounding may go wrong: codes, midpoints and their neighbours, and what each rounds to."""
+"""Values where rounding may go wrong (codes, midpoints, neighbours), and their roundings."""
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 
 
 def codes(fmt: str) -> np.ndarray:
-    """Every value of the format that is not NaN, ascending, as float32; ±0 as one."""
+    """Every value of the format except NaN, ascending, as float32; ±0 counts once."""
     if fmt in SHORTENED:
         step = 1 << (7 - FORMATS[fmt].fraction_bits)
         values = np.arange(0, 1 << 16, step).astype(np.uint16).view(ml_dtypes.bfloat16)
@@ -34,14 +34,14 @@ def codes(fmt: str) -> np.ndarray:
 
 
 def boundaries(fmt: str) -> np.ndarray:
-    """All codes, all midpoints of neighbours, overflow, and float32 neighbours of each of them."""
+    """All codes, midpoints of neighbours, overflow, and the float32 neighbours of each of them."""
     exact = codes(fmt)
     finite = exact[np.isfinite(exact)].astype(np.float64)
     middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
     top = np.float64(FORMATS[fmt].max_finite)
-    threshold = top + (top - finite[-2]) / 2  # where rounding to nearest leaves the finite values
+    threshold = top + (top - finite[-2]) / 2  # from here on, rounding to nearest overflows
     edges = np.array([threshold, -threshold, 2 * threshold, -2 * threshold])
-    with np.errstate(over="ignore"):  # beyond float32 in formats with its exponents
+    with np.errstate(over="ignore"):  # formats with float32's exponents overflow float32
         points = np.concatenate([exact, middle, edges.astype(np.float32)])
         around = [points, *(np.nextafter(points, np.float32(end)) for end in (-np.inf, np.inf))]
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-45, -1e-45, 1e-39], np.float32)
@@ -49,10 +49,10 @@ def boundaries(fmt: str) -> np.ndarray:
 
 
 def sampled_boundaries(fmt: str) -> np.ndarray:
-    """As `boundaries`, of some codes: a format longer than bfloat16 has too many for all."""
+    """`boundaries` of randomly drawn codes, for a format that has too many to try all."""
     drop = 23 - FORMATS[fmt].fraction_bits
     patterns = np.random.default_rng(4).integers(0, 1 << 32, 1 << 14, np.uint32)
-    largest = np.array([0x7F7F_FFFF, 0xFF7F_FFFF], np.uint32)  # rounds to infinity
+    largest = np.array([0x7F7F_FFFF, 0xFF7F_FFFF], np.uint32)  # these round to infinity
     code = np.concatenate([patterns, largest]) & ~np.uint32((1 << drop) - 1)
     half = np.uint32(1 << (drop - 1))
     return np.concatenate(

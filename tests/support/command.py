@@ -19,7 +19,7 @@ from lowprec_attn.lab import runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Small enough that kills fall into every phase of a run.
+# The model is small enough that kills fall into every phase of a run.
 TINY = {
     "model.layers": 2,
     "model.heads": 2,
@@ -37,8 +37,8 @@ TINY = {
 
 
 def write_text(directory):
-    """Token files for `data.path`: a process that reads them need not gather the built-in text."""
-    text = 2 * (ROOT / "LICENSE").read_bytes()  # which nobody edits: some tests hang on each loss
+    """Writes token files for `data.path`, so that a process need not gather the built-in text."""
+    text = 2 * (ROOT / "LICENSE").read_bytes()  # a fixed file: some tests depend on each loss
     ids = np.frombuffer(text, np.uint8).astype("<u2")
     splits = {}
     for name, part in (("train", ids[:-2000]), ("val", ids[-2000:])):
@@ -49,7 +49,7 @@ def write_text(directory):
 
 
 def environment(cache, devices=1):
-    """Of a process on simulated devices; compilations are shared through `cache`."""
+    """The environment of a process with simulated devices; `cache` shares compilations."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -60,24 +60,24 @@ def environment(cache, devices=1):
 
 
 def flags(config="configs/gpt2_bf16.py:tiny", **changes):
-    """The arguments of `train.py` for TINY and changes."""
+    """The arguments of `train.py` for `TINY` with some changes."""
     fields = {**TINY, **{name.replace("__", "."): v for name, v in changes.items()}}
     return [f"--config={config}", *(f"--config.{name}={v}" for name, v in fields.items())]
 
 
 def start(cache, workdir, config="configs/gpt2_bf16.py:tiny", **changes):
-    """Starts what `train.py` does with TINY and changes, but for the report at the end."""
+    """Starts `train.py` with `TINY` and some changes, without the report at the end."""
     return launch(environment(cache), [f"--workdir={workdir}", *flags(config, **changes)])
 
 
 def launch(environment, arguments):
-    """Starts what `train.py` does with these arguments, but for the report at the end."""
+    """Starts `train.py` with these arguments, without the report at the end."""
     return Fork(train_without_report, arguments, environment=environment)
 
 
 @contextlib.contextmanager
 def without_report():
-    """No figure is drawn, which takes longer than the steps."""
+    """Skips the figures of the report, which take longer than the steps."""
     from lowprec_attn.training import announcement
 
     with mock.patch.object(
@@ -92,7 +92,7 @@ def train_without_report(arguments):
 
 
 def lab_without_reports(arguments):
-    """`lowprec-attn lab`; each arm a process of its own, as `train_without_report`."""
+    """Runs `lowprec-attn lab`, with each arm in its own process, as `train_without_report`."""
     code = "import command, sys; sys.exit(command.train_without_report(sys.argv[1:]))"
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
     with mock.patch.object(runner, "TRAIN", (sys.executable, "-c", code)):
@@ -100,13 +100,14 @@ def lab_without_reports(arguments):
 
 
 def run_here(workdir, code=0, devices=1, **changes):
-    """What `finish(start(…))` does, in this process, which has imported and compiled already.
+    """What `finish(start(…))` returns, from this process, which has already imported and compiled.
 
-    It has eight simulated devices, so the last bits of its losses are not those of a process.
+    This process has eight simulated devices, so the last bits of its losses differ from those of a
+    process that `start` starts.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
-        # As in a process of its own: what is logged goes to the standard error, not to pytest.
+        # As in a separate process, logs go to standard error instead of pytest.
         mock.patch.object(logging.getLogger(), "handlers", []),
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),
@@ -118,14 +119,14 @@ def run_here(workdir, code=0, devices=1, **changes):
 
 
 def finish(process, code=0):
-    """Waits; returns (stdout, stderr) and checks the exit code."""
+    """Waits for the end of the process, checks its exit code and returns (stdout, stderr)."""
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit {process.returncode}\n{out}\n{err}"
     return out, err
 
 
 def wait_for_steps(process, path, count):
-    """Waits until `count` more lines than now stand in the file, or the process has ended."""
+    """Waits until the file has grown by `count` lines, or until the process has ended."""
 
     def lines():
         return path.read_bytes().count(b"\n") if path.exists() else 0

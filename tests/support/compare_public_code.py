@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python tests/support/compare_public_code.py
 
-The table of docs/who_rounds_what.md, and what it says about T = 1536: the share of elements
-that differ, in per cent, and after a colon the most by which one does, in units of bfloat16.
+It prints the table of docs/who_rounds_what.md, and the numbers that the page gives for T = 1536:
+the percentage of elements that differ, and after a colon the largest difference of one element, in
+units of bfloat16.
 """
 
 import itertools
@@ -24,7 +25,7 @@ def row(label: str, found: dict[str, Difference]) -> list[str]:
 
 
 def main() -> None:
-    """Every recorded run, by tile of rows; then both presets at T = 1024."""
+    """Prints one row per recorded run and tile of queries, then both presets at T = 1024."""
     jax.config.update("jax_platforms", "cpu")
     rows = [["", *itertools.chain.from_iterable((name, "") for name in ARRAYS)]]
     for length, way, rule in itertools.product((1024, 1536), ROUNDINGS, ("standard", "published")):

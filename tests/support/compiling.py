@@ -1,9 +1,9 @@
-"""XLA's options: most programs of the tests take longer to compile than to run.
+"""XLA options for fast compilation: most test programs take longer to compile than to run.
 
-The options leave every rounding that the library asks for; what they skip is XLA's and LLVM's work
-on the speed of the machine code. Tests of what a compiler may do to a rounding, and tests
-whose numbers are compared with recorded ones, are compiled as a user's programs are: `optimized`.
-So is everything that `pytest -m slow` runs.
+The options keep every rounding that the library asks for. They skip the work of XLA and LLVM that
+only makes machine code faster. `optimized` compiles programs as a user's are compiled: for tests of
+what a compiler may do to a rounding, and for tests that compare numbers with recorded ones.
+Everything that `pytest -m slow` runs is compiled so, too.
 """
 
 import functools
@@ -18,8 +18,8 @@ UNOPTIMIZED: dict[str, bool | int] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-OPTIMIZED: dict[str, bool | int] = {"xla_backend_optimization_level": 3}  # XLA's default
-if jax.__version_info__ < (0, 11):  # later versions have no such option, and refuse its name
+OPTIMIZED: dict[str, bool | int] = {"xla_backend_optimization_level": 3}  # the default of XLA
+if jax.__version_info__ < (0, 11):  # later versions reject this option
     UNOPTIMIZED["xla_cpu_use_fusion_emitters"] = False
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 
@@ -29,12 +29,12 @@ _FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in UNOPTIMIZE
 
 
 def compile_quickly() -> None:
-    """What this process and its children compile is UNOPTIMIZED; what XLA_FLAGS says goes first."""
+    """Makes this process and its children compile with UNOPTIMIZED; XLA_FLAGS takes precedence."""
     given = os.environ.get("XLA_FLAGS", "")
     if _FLAGS not in given:
-        os.environ["XLA_FLAGS"] = f"{_FLAGS} {given}"  # of two values the last one holds
+        os.environ["XLA_FLAGS"] = f"{_FLAGS} {given}"  # the last of two values holds
 
 
 def slow_among(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:
-    """Parameters of a test, some of which only `pytest -m slow` runs."""
+    """Parameters of a test, with those of `slow` marked to run under `pytest -m slow` only."""
     return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in values]

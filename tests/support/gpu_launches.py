@@ -7,9 +7,9 @@
     python tests/support/gpu_launches.py beyond    # a kernel that stores outside its array
     python tests/support/gpu_launches.py race      # warps that write one word of shared memory
 
-Forward and backward are executables of their own, so that with XLA's `platform` allocator q, k,
-v, O, lse and the gradients are allocations of their own, whose ends the sanitizer knows.
-`record_gpu.py` sets the environment that this needs.
+Forward and backward are separate executables. With XLA's `platform` allocator, q, k, v, O, lse and
+the gradients are then separate allocations, so the sanitizer knows where each ends. `record_gpu.py`
+sets the environment that this needs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from lowprec_attn.numerics import (
 from pallas_kernels.gpu import gelu, layer_norm
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
-# Lengths off the tile, grouped heads, keys that no row sees; default tiles.
+# Lengths that are no multiple of the tile, grouped heads, keys that no row sees, and default tiles.
 LENGTHS = Case(
     batch=1,
     rows=77,
@@ -52,9 +52,9 @@ LENGTHS = Case(
     key_lengths=(75,),
     values="repeated_maxima",
 )
-# q, k and v in one array, which the backward kernels write into one after the other.
+# q, k and v are one array; the backward kernels write the gradients into one array in turn.
 PACKED = Case(batch=2, rows=77, keys=77, head_size=64, dtype="bfloat16", is_causal=True)
-# A head size between powers of two, operands that are split, tiles that are all seen in full.
+# A head size between powers of two, operands that are split, and tiles that are fully visible.
 SPLIT = Case(batch=1, rows=130, keys=100, head_size=40)
 
 # For the Hopper kernels: rows that end within a tile of 128.
@@ -64,7 +64,7 @@ ROWS_OF_THREE_WARPGROUPS = Case(
 
 
 def launch_preset(preset: str) -> int:
-    """Runs forward and backward with every rule; the number of calls."""
+    """Runs forward and backward with every rule; returns the number of calls."""
     calls = [(LENGTHS, call_of(LENGTHS, PRESETS[preset], rule, None)) for rule in RULES.values()]
     calls.append((SPLIT, call_of(SPLIT, PRESETS[preset], sizes=None)))
     calls.append((PACKED, call_of(PACKED, PRESETS[preset], sizes=None, packed=True)))
@@ -74,7 +74,7 @@ def launch_preset(preset: str) -> int:
 
 
 def launch(case: Case, call: Call) -> Any:
-    """The results of a forward and a backward executable."""
+    """Runs a forward and a backward executable and returns their results."""
 
     @jax.jit
     def forward(extras: Any, *qkv: jax.Array) -> Any:
@@ -90,7 +90,7 @@ def launch(case: Case, call: Call) -> Any:
 
 
 def launch_trainer() -> int:
-    """Runs the trainer's kernels, forward and backward, off their tiles; the number of calls."""
+    """Runs the trainer's kernels on shapes off their tiles; returns the number of calls."""
     logits, targets = jnp.ones((3, 9000)), jnp.array([0, 4500, 8999])
     residual, y, scale = jnp.ones((70, 96)), jnp.ones((70, 96), jnp.bfloat16), jnp.ones(96)
     x = jnp.ones(5000, jnp.bfloat16)
@@ -107,7 +107,7 @@ def launch_trainer() -> int:
 
 
 def launch_hopper() -> int:
-    """Runs every Hopper kernel of attention, with tiles of short and of long calls."""
+    """Runs every Hopper kernel of attention, with the tiles of short and of long calls."""
     from pallas_kernels.gpu.hopper import attention as hopper
     from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
@@ -117,7 +117,7 @@ def launch_hopper() -> int:
         calls += [
             (head_size, FLASH, StandardMax(), None),
             (head_size, FLASH, DynamicMax(), long),
-            (head_size, FLASH, DynamicMax(), None),  # at head size 64 tiles overlap
+            (head_size, FLASH, DynamicMax(), None),  # tiles overlap at head size 64
             (head_size, FLOAT32_OUTPUT, StandardMax(), None),
             (head_size, NORMALIZED_DELTA, StandardMax(), None),
             (head_size, CORRECTED_AFTER_CAST, StandardMax(), None),
@@ -138,12 +138,12 @@ def launch_hopper() -> int:
 
 
 def launch_hopper_trainer() -> int:
-    """Runs the trainer's Hopper kernels, with rows beyond a tile; the number of calls."""
+    """Runs the trainer's Hopper kernels, with rows beyond a tile; returns the number of calls."""
     from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
 
     logits = jax.random.normal(jax.random.key(0), (5, 128 * 73), jnp.bfloat16)
     x, w = jnp.ones((304, 192), jnp.bfloat16), jnp.ones((192, 512), jnp.bfloat16)
-    tile = gelu_products.Tile(programs=4)  # two clusters, with some tiles each
+    tile = gelu_products.Tile(programs=4)  # two clusters, each with several tiles
     h, y = gelu_products.product_and_gelu(x, w, tile=tile)
     results = [
         (h, y),
@@ -154,7 +154,7 @@ def launch_hopper_trainer() -> int:
     return len(results)
 
 
-# What is launched by a name that is no preset.
+# Launches whose names are not presets.
 OTHERS = {
     "trainer": launch_trainer,
     "hopper": launch_hopper,
@@ -162,7 +162,7 @@ OTHERS = {
 }
 
 _SIZE = 1024
-# Volatile: otherwise each thread keeps the word that it wrote, and nothing is read.
+# Without `volatile` each thread would keep the word that it wrote, and nothing would be read.
 _ONE_WORD = """{
     .shared .align 4 .b32 word;
     st.volatile.shared.f32 [word], $1;
@@ -186,7 +186,7 @@ FAULTS = {"beyond": _beyond, "race": _race}
 
 
 def launch_fault(fault: str) -> int:
-    """Runs a kernel that a sanitizer must complain of."""
+    """Runs a kernel that a sanitizer must report."""
     block = pl.BlockSpec((_SIZE,), lambda i: (0,))
     run = pl.pallas_call(
         FAULTS[fault],
@@ -195,14 +195,14 @@ def launch_fault(fault: str) -> int:
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct((_SIZE,), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        name="attention_fault",  # the sanitizer looks at the kernels of attention alone
+        name="attention_fault",  # the sanitizer checks only kernels named so
     )
     jax.block_until_ready(run(jnp.arange(_SIZE, dtype=jnp.float32)))
     return 1
 
 
 def main() -> None:
-    """Launches what is named."""
+    """Runs the launch that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=[*PRESETS, *OTHERS, *FAULTS])
     what = parser.parse_args().what

@@ -1,7 +1,7 @@
-"""Attention inputs on a grid, with NumPy alone: S and dP are exact in any order of summation.
+"""Attention inputs on a grid, in NumPy alone: S and dP are exact in any order of summation.
 
-The recorder of the public code (on a GPU, without JAX) and the tests that compare with its record
-draw the same arrays from here.
+The recorder of the public code runs on a GPU without JAX. It draws the same arrays from here as the
+tests that compare with its record.
 """
 
 import dataclasses
@@ -9,15 +9,16 @@ import dataclasses
 import numpy as np
 
 HEAD_SIZE = 64
-STEP = 512  # keys and queries of a tile of the public code
+STEP = 512  # keys and queries per tile of the public code
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the scores of one head look like.
+    """The scores of one head.
 
-    `size`: about the largest |S|; `tied`: within every step of keys the second half repeats the
-    first, so that most rows tie, across tiles; `offset`: is added to every score of the head.
+    `size`: about the largest |S|. `tied`: within every step of keys the second half repeats the
+    first, so that most rows tie, also across tiles. `offset`: a number added to every score of the
+    head.
     """
 
     size: int
@@ -25,7 +26,7 @@ class Head:
     offset: int = 0
 
 
-# q k^T of integers in [-8, 8] reaches about 107 after the scale 1/8; powers of two move it.
+# With integers in [-8, 8], q kᵀ reaches about 107 after the scale 1/8. Powers of two change that.
 _EXPONENTS = {3: -5, 30: -2, 150: 0, 1000: 3}
 HEADS = (
     *(Head(size, tied) for size in _EXPONENTS for tied in (False, True)),
@@ -37,7 +38,7 @@ HEADS = (
 def inputs(
     length: int, heads: tuple[Head, ...] = HEADS, *, step: int = STEP, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """q k v do, float32 [1, T, N, 64]; every value is a bfloat16."""
+    """q, k, v and do, float32 [1, T, N, 64]; every value is representable in bfloat16."""
     rng = np.random.default_rng(seed)
     shape = (1, length, len(heads), HEAD_SIZE)
     q, k = (rng.integers(-8, 9, shape).astype(np.float32) for _ in range(2))
@@ -45,18 +46,18 @@ def inputs(
     for n, head in enumerate(heads):
         q[:, :, n] *= np.float32(2.0 ** _EXPONENTS[head.size])
         if head.offset:
-            # Feature 0 carries the offset alone: 16 · 8 · offset / 16 / 8.
+            # Feature 0 holds nothing but the offset: 16 · 8 · offset / 16 / 8.
             q[:, :, n, 0], k[:, :, n, 0] = 16.0, 8.0 * head.offset / 16.0
         if head.tied:
             for start in range(0, length, step):
                 half = min(step, length - start) // 2
                 k[:, start + half : start + 2 * half, n] = k[:, start : start + half, n]
-            v[:, :, n] = -np.abs(v[:, :, n])  # one sign: errors of a tie add up
+            v[:, :, n] = -np.abs(v[:, :, n])  # with one sign, errors of a tie add up
     return {"q": q, "k": k, "v": v * np.float32(2**-6), "do": do * np.float32(2**-10)}
 
 
 def kept_rows(length: int, count: int) -> np.ndarray:
-    """Rows of a record, spread over all; the first and the last of every step among them."""
+    """The rows that a record keeps: the first and last of every step, others spread between."""
     edges = np.arange(0, length, STEP)
     edges = np.concatenate([edges, np.minimum(edges + STEP, length) - 1])
     others = np.random.default_rng(1).permutation(np.setdiff1d(np.arange(length), edges))

@@ -1,8 +1,8 @@
 """One oracle, one table of implementations, one table of cases.
 
 `run` runs an implementation forward and backward on a case. `check` bounds every error against the
-float64 reference by that of `plain`, the same numerics written in NumPy float32. A new
-implementation is one more row of IMPLEMENTATIONS.
+float64 reference by the error of `plain`, the same numerics in float32 NumPy. A new implementation
+is one more row of IMPLEMENTATIONS.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A row of the table: an implementation with the tiles it is run with.
+    """A row of the table: an implementation and the tiles that it runs with.
 
     Attributes:
-      name: of the implementation.
-      kv_block: keys of a step.
+      name: the name of the implementation.
+      kv_block: keys per step.
       block_sizes: its tiles; kernels run in Pallas' interpreter.
-      tile: the largest side of one; None: tiles as large as small cases.
+      tile: the largest side of a tile; None if tiles are as large as the small cases.
       declines: fields of a case, and dtypes, that it does not serve.
-      tried: names of the cases it is run on; None: all that it serves.
+      tried: names of the cases that it runs; None for all that it serves.
     """
 
     name: str
@@ -66,7 +66,7 @@ GPU_TILE = gpu.Tile(query=16, kv=16, stages=1)
 GPU_TILES = gpu.BlockSizes(
     forward=GPU_TILE, key_gradients=GPU_TILE, query_gradients=GPU_TILE, interpret=True
 )
-# Query tiles of several steps, some of which do not exist for the first rows, and the reverse.
+# A query tile that spans several steps, some of which its first rows do not see; and the reverse.
 GPU_TALL = gpu.BlockSizes(
     forward=gpu.Tile(query=32, kv=64, stages=1),
     key_gradients=gpu.Tile(query=32, kv=16, stages=1),
@@ -82,9 +82,10 @@ HOPPER_TILES = hopper.BlockSizes(
     programs=2,
     interpret=True,
 )
-# Memory that was never written is NaN, a read out of bounds raises, and a race is reported. Each
-# read and write calls Python there. Every case, preset and step of several tiles runs so once;
-# other tests of the arithmetic run in Pallas' other interpreter, as one program.
+# In this interpreter memory that was never written is NaN, a read out of bounds raises, and a race
+# is reported. Each read and write calls Python, so it is slow. Every case, preset and step of
+# several tiles runs here once. Other tests of the arithmetic use Pallas' other interpreter, which
+# runs a kernel as one program.
 STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
@@ -93,12 +94,12 @@ TPU_TILES = tpu.BlockSizes(
     forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=True
 )
 
-# Everything that is looked up by position, and lengths and windows that skip tiles: other tiles
-# meet the same values at other places.
+# Cases with operands that are looked up by position, and with lengths and windows that skip tiles:
+# with different tiles the same values stand at different places.
 POSITIONS = ("more_keys_head_64", "one_row", "causal_window", "window_more_rows")
 POSITIONS += ("offset_of_lengths", "segments", "mask_empty_rows_and_blocks", "sinks_mask_bias")
-# `tiled` in one step has the bits of `dense` (test_attention.py), so its cases are those of
-# `dense`. Every field of a case stands in one of these, and what hides keys beside what else does.
+# `tiled` in one step has the bits of `dense` (test_attention.py), so these are the cases of
+# `dense`. They include every field of a case, and combine what hides keys with the other fields.
 IN_ONE_STEP = ("full", "repeated_maxima", "dominant_key", "large_positive_scores")
 IN_ONE_STEP += ("large_negative_scores", "mqa_head_128", "both_lengths", "window_more_rows")
 IN_ONE_STEP += ("offset_of_lengths", "segments", "mask_empty_rows_and_blocks", "bias_of_heads")
@@ -137,7 +138,7 @@ KERNELS = ("gpu", "tpu")
 
 
 def strict(implementation: str) -> Implementation:
-    """A row of the table whose memory is watched, where an interpreter does that."""
+    """A row of the table, with an interpreter that watches memory where one exists."""
     row = IMPLEMENTATIONS[implementation]
     if implementation != "tpu":
         return row
@@ -147,7 +148,7 @@ def strict(implementation: str) -> Implementation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A problem: shapes, what is seen, and which values; masks and biases by name (see below)."""
+    """A problem: shapes, visible pairs and values; masks and biases are named (see below)."""
 
     batch: int = 2
     rows: int = 20
@@ -167,12 +168,12 @@ class Case:
     key_lengths: tuple[int, ...] | None = None
     segments: bool = False
     mask: str | None = None
-    bias: tuple[bool, bool, bool] | None = None  # which of B, N, T the bias spans
+    bias: tuple[bool, bool, bool] | None = None  # whether the bias spans B, N and T
     values: str = "normal"
 
     @property
     def offset(self) -> np.ndarray:
-        """Where row 0 stands among the keys, int [B]."""
+        """The position of row 0 among the keys, int [B]."""
         if self.query_offset != "end":
             given = np.array(0 if self.query_offset is None else self.query_offset)
             return np.broadcast_to(given, (self.batch,))
@@ -180,7 +181,7 @@ class Case:
         return ends - np.array(self.rows if self.query_lengths is None else self.query_lengths)
 
 
-# Cases that differ in values alone share their compiled functions, so compilation stays short.
+# Cases that differ only in values share their compiled functions, which keeps compilation short.
 CASES = {
     "full": Case(),
     "repeated_maxima": Case(values="repeated_maxima"),
@@ -254,7 +255,7 @@ CASES = {
 }
 
 
-# Several of the TPU's tiles of rows and of keys.
+# Cases of several TPU tiles, both of rows and of keys.
 LONG = Case(batch=1, rows=150, keys=200, head_size=32, is_causal=True)
 ONE_HEAD = dataclasses.replace(LONG, heads=1, kv_heads=1)
 LONG_CASES = {
@@ -271,14 +272,14 @@ LONG_CASES = {
     "tiles_head_192": dataclasses.replace(ONE_HEAD, head_size=192),
 }
 
-# Kernels take long to compile in the interpreter. A device runs every case.
+# Kernels that take long to compile in the interpreter. On a device every case runs.
 SLOW = {
     "gpu": (
         *("gqa_head_32", "one_row", "more_rows", "more_keys_head_64"),
         *("window", "window_more_rows", "mask_padding"),
         *("causal", "causal_repeated_maxima", "soft_cap_window"),
     ),
-    # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
+    # `tiles_gqa_lengths` still runs, and so do cases with as many keys and with larger heads.
     "tpu": (
         *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
         *("segments", "tiles_window", "mask_padding", "mask_empty_rows_and_blocks"),
@@ -288,7 +289,7 @@ SLOW = {
 
 
 def cases_of(implementation: str) -> dict[str, Case]:
-    """The cases that an implementation is tried on, by name."""
+    """The cases that an implementation runs, by name."""
     row = IMPLEMENTATIONS[implementation]
     cases = CASES | LONG_CASES if implementation == "tpu" else CASES
     return {
@@ -299,7 +300,7 @@ def cases_of(implementation: str) -> dict[str, Case]:
 
 
 def every_case() -> list[Any]:
-    """Parameters (implementation, case) of a test."""
+    """The parameters (implementation, case) of a test over the whole table."""
     return [
         pytest.param(name, case, marks=[pytest.mark.slow] * (case in SLOW.get(name, ())))
         for name in IMPLEMENTATIONS
@@ -309,14 +310,14 @@ def every_case() -> list[Any]:
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
-    """q k v do dlse, mask and bias where the case has them; NumPy arrays of the case's dtype."""
+    """q k v do dlse, and mask and bias if the case has them; NumPy arrays of its dtype."""
     rng = np.random.default_rng(seed)
     b, t, s, n, h = case.batch, case.rows, case.keys, case.heads, case.head_size
     of_v = case.value_size or h
     q, do = (rng.standard_normal((b, t, n, size)) for size in (h, of_v))
     k, v = (rng.standard_normal((b, s, case.kv_heads, size)) for size in (h, of_v))
     if case.values == "repeated_maxima":
-        k[:, s // 2 :] = k[:, : s - s // 2]  # each key twice, in different blocks and rows
+        k[:, s // 2 :] = k[:, : s - s // 2]  # each key occurs twice, in different blocks and rows
         k[:, 1] = k[:, 0]
     elif case.values == "dominant_key":
         q[..., 0], k[..., 0], k[:, 2, :, 0] = 8.0, 0.0, 12.0
@@ -324,15 +325,15 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         q[..., 0], k[..., 0] = 30.0, 12.0
     elif case.values == "large_negative_scores":
         q[..., 0], k[..., 0] = 30.0, -12.0
-    elif case.values in ("huge_positive_scores", "huge_negative_scores"):  # exact with a scale of 1
+    elif case.values in ("huge_positive_scores", "huge_negative_scores"):  # exact if the scale is 1
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))
         q[..., 0], k[..., 0] = 2.0**11, 2.0**11 if "positive" in case.values else -(2.0**11)
-    elif case.values == "exact_large_scores":  # before the scale: near ± 2^19, in many sizes
+    elif case.values == "exact_large_scores":  # before the scale: about ± 2^19, in many sizes
         q, k = (np.rint(8 * x.clip(-2, 2)) for x in (q, k))
         q[..., 0], k[..., 0] = 2.0**10 - np.arange(t)[:, None], 2.0**9
     elif case.values == "small_integers":
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))  # most rows tie in most steps
-    elif case.values == "exact_sums":  # of P̄ in bfloat16 and of its products with v, any order
+    elif case.values == "exact_sums":  # sums of bfloat16 P̄ and P̄v, in any order
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))
         v = np.sign(v)
     elif case.values == "one_sign_values":
@@ -344,7 +345,7 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         spans = [size if spanned else 1 for spanned, size in zip(case.bias, (b, n, t), strict=True)]
         result["bias"] = 3 * rng.standard_normal((*spans, s)).astype(np.float32)
         result["bias"][..., 0] += 100.0  # exp(bias) alone would overflow
-    if case.sinks:  # one that takes all weight, one next to none, and others like scores
+    if case.sinks:  # one takes all weight, one almost none
         result["sinks"] = (2 * rng.standard_normal(n)).astype(np.float32)
         if case.values == "large_negative_scores":
             result["sinks"] = np.array([-88.0, -95.0], np.float32)
@@ -356,7 +357,7 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
 
 
 def _segments(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of packed sequences: others in each batch element; the last rows see no key."""
+    """Ids of packed sequences, which differ between batch elements; the last rows see no key."""
     return tuple(
         np.stack([np.arange(size) // (length // 3 + 1 + b) for b in range(case.batch)]) + extra
         for size, length, extra in (
@@ -370,7 +371,7 @@ def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
     b, t, s, n = case.batch, case.rows, case.keys, case.heads
     if case.mask == "random":
         return rng.random((b, n, t, s)) < 0.6
-    if case.mask == "padding":  # per batch element, for all heads and rows
+    if case.mask == "padding":  # one per batch element, for all heads and rows
         return np.arange(s) < np.array([s - 6, s - 1])[:, None, None, None]
     assert case.mask == "empty", case.mask
     mask = np.ones((1, 1, t, s), bool)
@@ -385,7 +386,7 @@ def sides(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def masking(case: Case, arrays: Arrays) -> reference.Masking:
-    """What the reference is told."""
+    """The masking of the case, for the reference."""
     return reference.Masking(
         is_causal=case.is_causal,
         window=sides(case.window),
@@ -405,7 +406,7 @@ def reference_options(case: Case, arrays: Arrays) -> dict[str, Any]:
 
 
 def slope(case: Case, arrays: Arrays) -> np.ndarray:
-    """The derivative of the soft cap, [B, N, T, S], float64."""
+    """The derivative of the soft cap, float64 [B, N, T, S], or [1] without a cap."""
     if case.soft_cap is None:
         return np.ones(1)
     q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
@@ -414,7 +415,7 @@ def slope(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def oracle(case: Case, arrays: Arrays) -> Arrays:
-    """Float64 forward and backward, with a gradient of lse."""
+    """The float64 results of the forward and backward pass, including a gradient of lse."""
     qkv = (arrays["q"], arrays["k"], arrays["v"])
     options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
@@ -429,15 +430,15 @@ def oracle(case: Case, arrays: Arrays) -> Arrays:
 
 
 def check_skips(how: Implementation, case: Case, arrays: Arrays) -> None:
-    """Tiles of keys, and of rows, outside a window are not read: NaN there reaches no result.
+    """Checks that tiles of keys and of rows outside a window are not read, by placing NaN there.
 
-    The program is that of `run` with `max_logit`.
+    It runs the program of `run` with `max_logit`.
     """
     if case.window is None or how.tile is None:
         return
     left, right = sides(case.window)
     distance = (np.arange(case.rows) + case.offset[0])[:, None] - np.arange(case.keys)
-    # A tile apart from each side of the window, wherever the tiles begin.
+    # Pairs at least one tile outside each side of the window, wherever the tiles begin.
     apart = (distance > left + 2 * how.tile, -distance > right + 2 * how.tile)
     if case.is_causal:
         apart = (apart[0], -distance > 2 * how.tile)
@@ -451,7 +452,7 @@ def check_skips(how: Implementation, case: Case, arrays: Arrays) -> None:
 
 
 def visible(case: Case, arrays: Arrays) -> np.ndarray:
-    """bool [B, N, T, S]."""
+    """Which query sees which key, bool [B, N, T, S]."""
     qkv = (arrays[name] for name in ("q", "k", "v"))
     return reference.attention(*qkv, masking=masking(case, arrays)).s > -np.inf
 
@@ -462,9 +463,10 @@ GARBAGE = (np.nan, np.inf, -np.inf)
 def check_hidden(
     how: Implementation, case: Case, arrays: Arrays, expected: Arrays, numerics_: Numerics
 ) -> bool:
-    """NaN, inf and −inf in rows and keys that nothing sees change no result, and theirs is 0.
+    """Checks that NaN, inf and −inf in rows and keys that nothing sees change no result.
 
-    False where every row sees some key and every key is seen. The program is that of `run`.
+    The results of these rows and keys themselves must be 0. Returns False if every row sees some
+    key and every key is seen. It runs the program of `run`.
     """
     seen = visible(case, arrays)
     rows = ~seen.any(3).swapaxes(1, 2)  # [B, T, N]
@@ -473,7 +475,7 @@ def check_hidden(
     if not (keys.any() or rows.any()):
         return False
     where = {"q": rows, "do": rows, "dlse": rows, "k": keys, "v": keys}
-    if case.sinks:  # which dlse of a row without keys reaches, unless it is beyond the lengths
+    if case.sinks:  # dlse of a row within the lengths reaches its sink
         lengths = np.array(case.query_lengths or [case.rows] * case.batch)
         where["dlse"] = rows & (np.arange(case.rows)[:, None] >= lengths[:, None, None])
     spoiled = {name: x.copy() for name, x in arrays.items()}
@@ -489,11 +491,11 @@ def check_hidden(
 
 
 def score_noise(case: Case, arrays: Arrays) -> Arrays:
-    """What one ulp of error in every score may do to each result.
+    """The effect on each result of an error of one ulp in every score.
 
-    The backward pass forms S again, in products of other shapes than the forward pass, so its S
-    may differ by an ulp of |S|, ε·max|S|, and P with it by that factor: no longer quite the P that
-    lse normalises. Each result moves by at most the factor times the sum of the sizes of its terms.
+    The backward pass forms S again, in products of other shapes than in the forward pass. Its S may
+    differ by an ulp of |S|, ε·max|S|, and P then changes by that factor. So lse does not normalise
+    this P exactly. Each result moves by at most the factor times the sum of the sizes of its terms.
     """
     qkv = (arrays["q"], arrays["k"], arrays["v"])
     options = reference_options(case, arrays)
@@ -502,7 +504,7 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
     dlse = arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
     ds, scale = np.abs(bwd.ds + fwd.p * dlse), case.scale or case.head_size**-0.5
     dbias, ds, ulp = ds, ds * slope(case, arrays), plain.EPS32 * largest(fwd.s)
-    if case.soft_cap is not None:  # of 1 − t²: XLA's tanh on a CPU is off by 2.5 ε near t = 1
+    if case.soft_cap is not None:  # 1 − t²: XLA's tanh on a CPU is off by 2.5 ε near t = 1
         ds = ds + 5 * plain.EPS32 / ulp * dbias
     q, k, v, do = (np.abs(arrays[name].astype(np.float64)) for name in ("q", "k", "v", "do"))
     group = case.heads // case.kv_heads
@@ -525,7 +527,7 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
 def plain_options(
     case: Case, arrays: Arrays, numerics_: Numerics, row_max: RowMax
 ) -> plain.Options:
-    """What the plain implementation is told."""
+    """The options of the plain implementation for this case."""
     b, t, s = case.batch, case.rows, case.keys
     rows, cols = np.arange(t)[:, None], np.arange(s)
     at = rows + case.offset[:, None, None, None]
@@ -564,7 +566,7 @@ def run_plain(
     numerics_: Numerics,
     row_max: RowMax = numerics.StandardMax(),  # noqa: B008 (frozen)
 ) -> Arrays:
-    """The same numerics in NumPy float32; a row without keys may divide 0 by 0."""
+    """The results of the same numerics in NumPy float32; a row without keys may divide 0 by 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return plain.attend(arrays, plain_options(case, arrays, numerics_, row_max), case.dtype)
 
@@ -579,7 +581,7 @@ def run(
     *,
     max_logit: bool = False,
 ) -> Arrays:
-    """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
+    """Runs one implementation forward and backward under one `jit`, to float32 NumPy arrays."""
     call = Call(
         implementation,
         numerics_,
@@ -598,7 +600,7 @@ def as_float32(result: dict[str, jax.Array]) -> Arrays:
 
 
 class Operands(NamedTuple):
-    """What a call is differentiated by, what not, and the cotangents of out and lse."""
+    """Arrays to differentiate by, the other arrays, and the cotangents of out and lse."""
 
     differentiated: dict[str, Any]
     rest: dict[str, Any]
@@ -606,7 +608,7 @@ class Operands(NamedTuple):
 
 
 def call_arrays(case: Case, arrays: Arrays) -> Operands:
-    """The arrays of a case as `Call.forward_and_backward` takes them."""
+    """The arrays of a case, as `Call.forward_and_backward` takes them."""
     rest: dict[str, Any] = {"mask": arrays.get("mask")}
     for name, lengths in (("query", case.query_lengths), ("key_value", case.key_lengths)):
         rest[f"{name}_seq_lengths"] = None if lengths is None else np.array(lengths, np.int32)
@@ -621,7 +623,7 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
 
 
 def by_argument(arrays: dict[str, Any]) -> dict[str, Any]:
-    """q, k and v under the names of the arguments of attention; the rest as it is."""
+    """Renames q, k and v to the arguments of attention, and keeps the other names."""
     arguments = {"q": "query", "k": "key", "v": "value"}
     return {arguments.get(name, name): x for name, x in arrays.items()}
 
@@ -646,7 +648,7 @@ class Call:
         cotangents: tuple[Any, Any],
         key: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """out, lse, dq, dk, dv and, where there is a bias, dbias; with `max_logit` that too."""
+        """out, lse, dq, dk, dv, dbias if there is a bias, and with `max_logit` that too."""
 
         def attend(x: dict[str, Any]) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
             out, lse, *max_logit = attention.dot_product_attention(
@@ -677,12 +679,13 @@ class Call:
 def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
     # Interpreted kernels take longer to compile than to run, even in slow tests.
     options = UNOPTIMIZED if call.implementation.name in KERNELS else None
-    # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
+    # A fresh lambda, because `jit` would reuse the trace of an equal call: a mutant would run the
+    # original's program.
     return jax.jit(lambda *operands: call.forward_and_backward(*operands), compiler_options=options)
 
 
 def trace_anew() -> None:
-    """What a test patches is in the programs from here on, and no longer after the next call."""
+    """Drops all compiled programs, so that the next programs contain what a test has patched."""
     compiled.cache_clear()
     dispatch._compute.clear_cache()
 
@@ -701,10 +704,10 @@ def largest(exact: np.ndarray) -> float:
 def bounds(
     same_numerics: Arrays, exact: Arrays, factor: float = 2, noise: Arrays | None = None
 ) -> dict[str, float]:
-    """What every error may be: `factor` times that of the plain implementation, plus float32 ulps.
+    """The allowed errors: `factor` times the error of the plain implementation, plus float32 ulps.
 
-    The floor covers sums of some twenty terms in another order: 16 ulps of the largest entry; and
-    `noise`, where given: see `score_noise`.
+    A floor of 16 ulps of the largest entry covers sums of some twenty terms in another order.
+    `noise`, where given, is added too; see `score_noise`.
     """
     return {
         name: factor * error(same_numerics[name], oracle_)
@@ -721,21 +724,21 @@ def check(
     factor: float = 2,
     noise: Arrays | None = None,
 ) -> None:
-    """Every error is within its bound, and that of a result of zeros is not."""
+    """Checks that every error is within its bound, and that a result of zeros would not be."""
     assert result.keys() == exact.keys()
     for name, bound in bounds(same_numerics, exact, factor, noise).items():
         assert error(result[name], exact[name]) <= bound, name
-        if largest(exact[name]) > 1e-3:  # a gradient that vanishes has no zero to tell it from
+        if largest(exact[name]) > 1e-3:  # a vanishing gradient cannot be told from zeros
             assert error_of_zeros(exact[name]) > 2 * bound, name
 
 
 def error_of_zeros(exact: np.ndarray) -> float:
-    """What a result that is never written would err by."""
+    """The error of a result that is never written."""
     return error(np.where(exact == -np.inf, exact, 0.0), exact)
 
 
 def check_same(result: Arrays, expected: Arrays, terms: int) -> None:
-    """Equal but for the order of sums of `terms` float32 terms: one rounding error per term."""
+    """Checks that results agree up to one rounding error per term, of sums of `terms` terms."""
     assert result.keys() == expected.keys()
     for name, x in expected.items():
         assert error(result[name], x) <= terms * plain.EPS32 * largest(x), name
@@ -744,6 +747,6 @@ def check_same(result: Arrays, expected: Arrays, terms: int) -> None:
 def share_of_other_roundings(x: np.ndarray, expected: np.ndarray) -> float:
     """The share of entries that differ by more than half an ulp of bfloat16.
 
-    Sums in another order tip few roundings; other random bits would move about half of all.
+    Sums in another order change few roundings; other random bits would change about half of them.
     """
     return float(np.mean(np.abs(x - expected) > 2.0**-9 * np.abs(expected)))

@@ -1,4 +1,4 @@
-"""Calls of the kernels on the cases of the harness, with tiles of the test's choice."""
+"""Calls of the kernels on the cases of the harness, with tiles that the test chooses."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ COMPILED = BlockSizes(
 
 CASES = harness.cases_of("gpu")
 CAUSAL = harness.CASES["causal"]
-# Of several tiles and steps, cut by lengths and the diagonal.
+# Cases of several tiles and steps, cut by lengths and the diagonal.
 REPEATED = {
     "gpu": harness.CASES["both_lengths_repeated_maxima"],
     "tpu": dataclasses.replace(
@@ -43,7 +43,8 @@ REPEATED = {
     ),
 }
 
-# Those that name an exponent are `flash` with choices that test_kernel_points.py tries.
+# Presets that name another exponent are left out: they are `flash` with choices that
+# test_kernel_points.py tries.
 PRESETS = {
     name: n
     for name, n in numerics.PRESETS.items()
@@ -51,7 +52,8 @@ PRESETS = {
 }
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
-# Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
+# Points at which only the forward kernel rounds. Tests of these points skip the backward kernels,
+# which are slow to compile.
 FORWARD = (
     "shift",
     "probs",
@@ -70,7 +72,7 @@ _SEED = (3, 7)
 class Call:
     """The static part of a run; equal calls share one compiled function.
 
-    `packed`: q, k and v go in, and their gradients come out, as one array.
+    With `packed`, q, k and v are one array, and so are their gradients.
     """
 
     spec: Spec
@@ -95,7 +97,7 @@ class Call:
         return result if dsinks is None else result | {"dsinks": dsinks}
 
     def qkv(self, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
-        """What `attend` takes: q, k and v, or one array of them."""
+        """The arguments of `attend`: q, k and v, or one array that holds them."""
         qkv = tuple(arrays[x] for x in "qkv")
         return (jnp.stack(qkv, axis=2),) if self.packed else qkv
 
@@ -108,10 +110,12 @@ class Call:
 
 @functools.cache
 def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
-    # Unoptimised code: the kernels of these small cases take longer to compile than to run.
+    # Optimization is off on a CPU: the kernels of these small cases take longer to compile than to
+    # run.
     on_cpu = jax.default_backend() == "cpu"
     options = UNOPTIMIZED if on_cpu else None
-    # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
+    # A fresh lambda, because `jit` would reuse the trace of an equal call: a mutant would run the
+    # original's program.
     return jax.jit(lambda *operands: call(*operands), compiler_options=options)
 
 
@@ -124,7 +128,7 @@ def call_of(
     kv_block: KvBlock | None = 16,
     **options: Any,
 ) -> Call:
-    """The call that a case makes of the GPU kernels; `options` are those of `Call`."""
+    """The call of the GPU kernels for a case; `options` are passed to `Call`."""
     spec = Spec(
         numerics=chosen.replace(kv_block=kv_block),
         row_max=rule,
@@ -140,7 +144,7 @@ def call_of(
 def kernel_call(
     kernels: str, case: harness.Case, chosen: Numerics, *rule: RowMax, **options: Any
 ) -> Call:
-    """The call of the `gpu` or `tpu` kernels in the harness's tiles and steps, or in others."""
+    """The call of the `gpu` or `tpu` kernels, with the tiles and steps of the harness or others."""
     row = harness.IMPLEMENTATIONS[kernels]
     how = {
         "sizes": row.block_sizes,
@@ -151,7 +155,7 @@ def kernel_call(
 
 
 def extras_of(case: harness.Case) -> Extras:
-    """Lengths and random bits of a case."""
+    """The lengths, segment ids, mask and random bits of a case."""
     lengths = [
         None if x is None else jnp.array(x, jnp.int32)
         for x in (case.query_lengths, case.key_lengths)
@@ -169,17 +173,17 @@ def extras_of(case: harness.Case) -> Extras:
 
 
 def operands_of(case: harness.Case) -> tuple[dict[str, jax.Array], Extras]:
-    """What `Call` takes."""
+    """The arguments of a `Call`."""
     return {name: jnp.asarray(x) for name, x in harness.inputs(case).items()}, extras_of(case)
 
 
 def run(case: harness.Case, call: Call) -> harness.Arrays:
-    """Results of a call as float32 NumPy arrays."""
+    """The results of a call as float32 NumPy arrays."""
     return harness.as_float32(compiled(call)(*operands_of(case)))
 
 
 def run_plain(case: harness.Case, call: Call) -> harness.Arrays:
-    """The same arithmetic in NumPy, rounding to nearest where the call rounds stochastically."""
+    """The same arithmetic in NumPy, with nearest rounding in place of stochastic rounding."""
     spec = call.spec
     nearest = {
         point: str(rounding.format.name)
@@ -191,9 +195,9 @@ def run_plain(case: harness.Case, call: Call) -> harness.Arrays:
 
 
 def check_accuracy(case: harness.Case, call: Call) -> harness.Arrays:
-    """The result of the call, found to be as accurate as the same arithmetic in NumPy."""
+    """Checks that a call is as accurate as the same arithmetic in NumPy; returns its result."""
     result, arrays = run(case, call), harness.inputs(case)
-    # The GPU kernels need no room for noise on their small cases.
+    # On their small cases the GPU kernels stay within the bounds without added noise.
     noise = harness.score_noise(case, arrays) if call.implementation is tpu else None
     plain, oracle = (
         {name: x[name] for name in result}
@@ -204,13 +208,13 @@ def check_accuracy(case: harness.Case, call: Call) -> harness.Arrays:
 
 
 def factor_of(chosen: Numerics) -> int:
-    """How often the error of `run_plain` is allowed: stochastic rounding moves twice as far."""
+    """The allowed multiple of the error of `run_plain`; stochastic rounding moves twice as far."""
     return 4 if chosen.needs_bits else 2
 
 
 def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    """Kernels traced from now on do not round at the point."""
-    # Some points of the TPU's round beside its kernels.
+    """Makes kernels that are traced from now on skip the rounding at the point."""
+    # The TPU implementation rounds some points outside its kernels.
     for rounder in (Rounder, points.Rounder):
         rounded = rounder.__call__
 
@@ -220,15 +224,16 @@ def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
             return x if name == point else rounded(self, x, name, *rest, **options)
 
         monkeypatch.setattr(rounder, "__call__", skipping)
-    # A product casts its operand to the point's format once more, as the compiled code needs it.
+    # A product casts its operand to the format of the point again, because compiled code needs it.
     unrounded = property(lambda self: numerics.get_format("float32"))
     monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)
 
 
 def check_rows_without_a_score(attention: Callable[..., Any], spec: Spec, head_size: int) -> None:
-    """Rows whose scores are all less than what stands for a masked one have O = dQ = 0, lse = −inf.
+    """Checks that rows whose scores are all below the value of a masked score have no result.
 
-    Rows that see a single key and rows that see all are among them, of 128 causal ones.
+    Their O and dQ must be 0 and their lse −inf. Of the 128 causal rows four are such rows, among
+    them the first row, which sees one key, and the last, which sees all.
     """
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((1, 128, 1, head_size)) for _ in range(4))

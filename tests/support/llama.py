@@ -1,4 +1,4 @@
-"""Llama as published, in NumPy and float64; and weights by the names of transformers."""
+"""Llama as published, in float64 NumPy, and random weights under the names of transformers."""
 
 import math
 
@@ -10,7 +10,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 24,
-    "head_dim": 8,  # not hidden_size over heads
+    "head_dim": 8,  # not hidden_size / num_attention_heads
     "intermediate_size": 40,
     "max_position_embeddings": 12,
     "vocab_size": 50,
@@ -23,7 +23,7 @@ IDS = np.random.default_rng(1).integers(0, 50, 17)
 
 
 def tensors(config=CONFIG, value_size=None):
-    """Random weights; every scale takes part. With sinks, of their own names, for `forward`."""
+    """Random weights, in which every scale has an effect."""
     rng = np.random.default_rng(0)
 
     def normal(*shape, mean=0.0, std=0.3):
@@ -56,7 +56,7 @@ def tensors(config=CONFIG, value_size=None):
 
 
 def rotated(x, theta):
-    """x [T, N, H] by Hugging Face's formula: x cos + rotate_half(x) sin."""
+    """Applies Hugging Face's rotary embedding to x [T, N, H]: x cos + rotate_half(x) sin."""
     t, _, h = x.shape
     angles = np.arange(t)[:, None] * theta ** (-np.arange(0, h, 2) / h)[None]
     cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] for f in (np.cos, np.sin))
@@ -64,7 +64,7 @@ def rotated(x, theta):
 
 
 def forward(weights, ids, config=CONFIG, soft_cap=None, sinks=None):
-    """Logits [T, V] and every layer's q [T, N, H], in float64.
+    """Logits [T, V] and the q [T, N, H] of every layer, in float64.
 
     sinks: [layers, N], or None.
     """

@@ -1,4 +1,4 @@
-"""The largest scores of a case: by a call, exactly, and how far the two may be apart."""
+"""The largest scores of a case: from a call, in float64, and the allowed difference."""
 
 import functools
 from typing import Any
@@ -23,7 +23,7 @@ def calls(
     row_max: RowMax,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """What a call of the case returns."""
+    """The results of a call for the case, with residuals."""
     operands = harness.call_arrays(case, arrays)
     attend = functools.partial(
         attention.dot_product_attention,
@@ -44,7 +44,7 @@ def calls(
 
 
 def exact(case: harness.Case, arrays: harness.Arrays) -> np.ndarray:
-    """The largest scores in float64 [B, N]."""
+    """The largest scores in float64, [B, N]."""
     options = harness.reference_options(case, arrays)
     return reference.attention(arrays["q"], arrays["k"], arrays["v"], **options).max_logit
 
@@ -52,8 +52,9 @@ def exact(case: harness.Case, arrays: harness.Arrays) -> np.ndarray:
 def tolerance(case: harness.Case, arrays: harness.Arrays) -> float:
     """How far a float32 score may be from the exact one.
 
-    A sum of H products errs by H ε/2 of the sum of their sizes; the scale, its square root's
-    rounding, tanh (whose slope is at most 1) and the bias by a few ε of what they give.
+    A sum of H products has an error of at most H ε/2 times the sum of their sizes. The scale, the
+    rounding of its square root, tanh (whose slope is at most 1) and the bias each add a few ε times
+    the value that they produce.
     """
     q, k = (np.abs(arrays[name].astype(np.float64)) for name in ("q", "k"))
     sizes = np.einsum("btnh,bsnh->bnts", q, k.repeat(case.heads // case.kv_heads, 2))

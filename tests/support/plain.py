@@ -1,8 +1,8 @@
-"""A second, independent writing of every numerics point: whole-row NumPy float32, no JAX.
+"""A second, independent implementation of every numerics point: whole-row float32 NumPy, no JAX.
 
-It shares no code with the library. Tests use it as the plain implementation with the same
-numerics, whose error bounds that of the real ones, and to show that each rounding is there.
-Nearest rounding only. Letters as in `lowprec_attn.attention.reference`; arrays [B, N, T, ...].
+It shares no code with the library. Its errors, with the same numerics, bound those of the library's
+implementations. It also shows that each rounding happens. It rounds to nearest only. Letters follow
+`lowprec_attn.attention.reference`; arrays are [B, N, T, ...].
 """
 
 import dataclasses
@@ -21,29 +21,30 @@ EPS32 = float(np.finfo(np.float32).eps)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is computed besides q, k, v; NumPy arrays broadcast to [B, N, T, S]."""
+    """The inputs besides q, k, v; NumPy arrays broadcast to [B, N, T, S]."""
 
     numerics: Numerics
     row_max: RowMax
     scale: float
-    seen: np.ndarray  # True where a row may see a key
-    visited: np.ndarray  # True where it may by position alone, whatever the dense mask says
-    within_lengths: np.ndarray  # the same without causality
+    seen: np.ndarray  # True where a row sees a key
+    visited: np.ndarray  # True where position allows it, whatever the dense mask and segments say
+    within_lengths: np.ndarray  # like `visited`, without causality
     bias: np.ndarray | None = None
     soft_cap: float | None = None
     sinks: np.ndarray | None = None  # [N]
-    exists: np.ndarray | None = None  # [B, 1, T, 1], rows within the lengths
+    exists: np.ndarray | None = None  # [B, 1, T, 1], True for rows within the lengths
 
     @property
     def unit(self) -> float:
-        """What scores count in where products are multiplied once."""
+        """The factor from q·k, or from its tanh under a soft cap, to S."""
         return self.scale if self.soft_cap is None else self.soft_cap
 
 
 def round_nearest(x: np.ndarray, rounding: Rounding, **of_scale: Any) -> np.ndarray:
-    """Nearest-even of float32 values, through ml_dtypes or float64; or its error, made positive.
+    """Rounds float32 values to nearest even, through ml_dtypes or float64.
 
-    Toward zero, of what has float32's exponents. `of_scale` is what `scales.round_scaled` takes.
+    The mode `error_positive` adds the size of the error instead. `toward_zero` needs a format with
+    float32's exponents. `of_scale` holds arguments of `scales.round_scaled`.
     """
     fmt = rounding.format
     if rounding.scaling is not None:
@@ -63,9 +64,9 @@ def round_nearest(x: np.ndarray, rounding: Rounding, **of_scale: Any) -> np.ndar
 
 
 def shorten(x: np.ndarray, fraction_bits: int, whole: Callable = np.rint) -> np.ndarray:
-    """Nearest-even to `fraction_bits` stored bits, float32's exponents, exact in float64.
+    """Rounds to `fraction_bits` stored bits with float32's exponents, exactly in float64.
 
-    whole: how a number of quanta is made whole.
+    whole: how a number of quanta becomes whole; to nearest even by default.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         x64 = x.astype(np.float64)
@@ -79,7 +80,7 @@ def shorten(x: np.ndarray, fraction_bits: int, whole: Callable = np.rint) -> np.
 
 
 def shifted_max(rule: RowMax, s: np.ndarray, m_prev: np.ndarray) -> np.ndarray:
-    """The row-max rules, entry by entry as the design states them; masked s are −inf."""
+    """The row-max rules, written as the design states them; masked s are −inf."""
     r_m = s.max(-1, keepdims=True)
     if isinstance(rule, numerics.StandardMax):
         return np.maximum(m_prev, r_m)
@@ -99,7 +100,7 @@ def shifted_max(rule: RowMax, s: np.ndarray, m_prev: np.ndarray) -> np.ndarray:
 
 
 def step_of(n: Numerics, keys: int) -> int:
-    """Keys of a step; without a choice, or with 'all', all of them."""
+    """Keys per step; all keys if `kv_block` is None or 'all'."""
     return n.kv_block if isinstance(n.kv_block, int) else keys
 
 
@@ -110,14 +111,14 @@ class Forward:
     o_saved: np.ndarray
     lse: np.ndarray
     m: np.ndarray
-    l: np.ndarray  # 1 where a row saw no key, and m 0
+    l: np.ndarray  # 1 where a row saw no key; m is 0 there
 
 
 LOG2E = float(np.log2(np.e))
 
 
 def raw_scores(opt: Options) -> bool:
-    """Whether the products q·k, not S, are what is multiplied once."""
+    """Whether one multiplication forms the exponent from q·k, instead of from S."""
     n = opt.numerics
     formed = [n.scores] if n.exponent == "whole_max" else [n.scores, n.stats]
     products = n.exponent in ("scale_first", "unfused", "whole_max")
@@ -126,7 +127,7 @@ def raw_scores(opt: Options) -> bool:
 
 
 def power(s: np.ndarray, factor: float, subtracted: np.ndarray, n: Numerics) -> np.ndarray:
-    """2^(s · factor − subtracted), the exponent rounded once: products are exact in float64.
+    """2^(s · factor − subtracted), with the exponent rounded once; float64 products are exact.
 
     With `unfused` the product is rounded to float32 too.
     """
@@ -136,7 +137,7 @@ def power(s: np.ndarray, factor: float, subtracted: np.ndarray, n: Numerics) -> 
     return np.exp2(exponent.astype(np.float32))
 
 
-# Numbers of float32 from 64 to 128 are multiples of it: what 96 + S₂ − M is rounded to.
+# The spacing of float32 numbers from 64 to 128, to which 96 + S₂ − M is rounded.
 GRID = 2.0**-17
 
 
@@ -147,7 +148,7 @@ def whole_max(s: np.ndarray, factor: float) -> np.ndarray:
 
 
 def power_against(s: np.ndarray, factor: float, m: np.ndarray) -> np.ndarray:
-    """2^(S₂ − M), S₂ a multiple of the grid; no bound sees the finer one of P̄ below 2^-32."""
+    """2^(S₂ − M), with S₂ − M on the grid. P̄ below 2^-32 has a finer grid, which no bound sees."""
     x = s.astype(np.float64) * float(np.float32(factor)) - m
     return np.exp2(np.rint(x / GRID) * GRID).astype(np.float32)
 
@@ -245,7 +246,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
 
 
 def tile_slices(n: Numerics, rows: int, keys: int) -> list[tuple[slice, slice]]:
-    """Tiles of as many queries as keys where their products are rounded, else one."""
+    """Square tiles of `kv_block` queries and keys if their products are rounded, else one tile."""
     if n.tile_grads.format.name == "float32":
         return [(slice(None), slice(None))]
     size = n.kv_block if isinstance(n.kv_block, int) else max(rows, keys)
@@ -304,7 +305,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         capped = np.tanh(q @ k.swapaxes(-1, -2) * np.float32(opt.scale / opt.soft_cap))
         slope = (1 - capped) * (1 + capped)
 
-    # The amax of a scale of dS is that of the first δ, without what makes rows sum to zero.
+    # A scale of dS takes its amax from the first δ, before the correction that makes rows sum to 0.
     first = delta if n.delta in ("normalized", "after_cast") else delta - dlse
     kind = "" if n.ds.scaling is None else str(n.ds.scaling)
     amax = scales.largest(p * (dp - first) * slope * scale, kind, group)

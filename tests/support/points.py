@@ -1,4 +1,4 @@
-"""Which results each point reaches, and how to see in them that it is there."""
+"""Which results each point reaches, and how to tell from them that it rounds."""
 
 import dataclasses
 import itertools
@@ -11,8 +11,9 @@ from lowprec_attn.numerics import EXACT, MATCHED, PLAIN_POINTS, POINTS, PRESETS,
 
 KERNEL_POINTS = tuple(point for point in POINTS if point not in PLAIN_POINTS)
 
-# One program for several points: each is looked for with the others on. Those that one line might
-# confuse stand apart, and so do l rounded after every step and at the end, which is the same.
+# One program tests several points: each is looked for with the others on. Points that one line of
+# code might confuse are in different groups. So are the two roundings of l, after every step and at
+# the end, which have the same effect.
 KERNEL_GROUPS = (
     ("shift", "pv"),
     ("probs", "rescale"),
@@ -25,7 +26,7 @@ KERNEL_GROUPS = (
 GROUPS = (*KERNEL_GROUPS, PLAIN_POINTS)
 assert sorted(itertools.chain(*GROUPS)) == sorted(POINTS)
 
-# Every point on its own, and which results it reaches; O reaches dS through δ.
+# The results that each point reaches when it is the only one. O reaches dS through δ.
 ALL = {"out", "lse", "dq", "dk", "dv"}
 FORWARD = {"out", "dq", "dk"}
 ROUNDINGS: dict[str, set[str]] = {
@@ -52,7 +53,8 @@ ROUNDINGS: dict[str, set[str]] = {
     "grads": {"dq", "dk", "dv"},
 }
 
-# Choices that are no rounding of their own: (with it, without it, what it reaches).
+# Choices that are not roundings of one point: (with the choice, without it, the results it
+# reaches).
 ROUNDED_OUTPUT = EXACT.replace(output="bfloat16", saved_output="same")
 CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
     "saved_output=same": (ROUNDED_OUTPUT, EXACT.replace(output="bfloat16"), {"dq", "dk"}),
@@ -67,7 +69,7 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         ROUNDED_OUTPUT,
         {"dq", "dk"},
     ),
-    # Its lower half has 8 bits: less than float32.
+    # The lower half has 8 bits, so the sum holds less than float32.
     "saved_output=halves, coarse": (
         EXACT.replace(output="bf16_m1", saved_output="halves"),
         EXACT.replace(output="bf16_m1"),
@@ -134,10 +136,10 @@ def with_points(*points: str) -> Numerics:
 
 
 def closer(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> set[str]:
-    """The results that the point reaches; asserts that each lies at `on`, not at `off`.
+    """The results that the point reaches, each of which must lie near `on`, away from `off`.
 
-    A result near `on` differs from it by float32 noise and by the few roundings that this noise
-    tips over: a quarter of the distance between the two leaves room for both.
+    A result near `on` differs from it by float32 noise and by the few roundings that the noise
+    changes. A quarter of the distance between `on` and `off` leaves room for both.
     """
     reached = distances(result, on, off)
     for name, distance in reached.items():
@@ -146,7 +148,7 @@ def closer(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> s
 
 
 def distances(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> dict[str, float]:
-    """Distance from `on` over that between `on` and `off`, of the results that differ in them."""
+    """The distance from `on` over that between `on` and `off`, where these two differ."""
     reached = {}
     for name, with_point in on.items():
         gap = np.linalg.norm(finite(with_point) - finite(off[name]))
@@ -161,10 +163,10 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 def presets_with_every_choice(names: Sequence[str]) -> list[str]:
-    """The fewest presets, found greedily, that have between them what any of these chooses.
+    """A small set of presets, found greedily, that together make every choice of the given presets.
 
-    What meets every arithmetic is tried with these: each format at each point, and each exponent,
-    δ, saved O and row sum stands in one of them.
+    Tests that must meet every arithmetic use these. Each format at each point, and each exponent,
+    δ, saved O and row sum, occurs in one of them.
     """
     choices = {
         name: {

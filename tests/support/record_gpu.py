@@ -2,9 +2,9 @@
 
     python tests/support/record_gpu.py --out results/gpu_conformance_h200.jsonl
 
-JSON lines: the environment, one line per check of `gpu.checks.CHECKS`, and one per run of
-`compute-sanitizer` (memcheck, racecheck) on the kernels of attention, with every preset, and on
-those of the trainer. Exits with 1 if something did not pass.
+The output is JSON lines: the environment, one line per check of `gpu.checks.CHECKS`, and one per
+run of `compute-sanitizer` (memcheck, racecheck) on the kernels of attention, with every preset, and
+on the kernels of the trainer. The exit code is 1 if something did not pass.
 """
 
 import argparse
@@ -29,38 +29,39 @@ from kernel_calls import PRESETS
 from benchmarks.attention.records import environment, write
 
 LAUNCHES = Path(__file__).with_name("gpu_launches.py")
-# What each tool says at its end when it found nothing; and the fault that it must find.
+# The last line of each tool when it found nothing, and the fault that each tool must find.
 CLEAN = {
     "memcheck": "ERROR SUMMARY: 0 errors",
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
 FAULTS = {"memcheck": "beyond", "racecheck": "race"}
 LAUNCHED = (*PRESETS, *OTHERS)
-# The report of single hazards: the default one, an analysis, stays empty on the race of `FAULTS`.
+# Racecheck must report single hazards. Its default report, an analysis, stays empty on the race of
+# `FAULTS`.
 REPORT = {"memcheck": [], "racecheck": ["--racecheck-report", "all"]}
-# XLA's own kernels would take most of the time of a racecheck.
+# A racecheck would spend most of its time on XLA's own kernels.
 ATTENTION_ALONE = {"memcheck": [], "racecheck": ["--kernel-name", "kns=attention"]}
-# Each sanitizer talks to its target over up to ten ports from one on; several run at once.
+# Several sanitizers run at once, and each talks to its target over up to ten ports.
 FIRST_PORT, PORTS = 50000, 16
-# Arrays as allocations of their own; no CUDA graphs, so that kernels are launched one by one.
+# Arrays are separate allocations. Without CUDA graphs, kernels are launched one by one.
 SANITIZED = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
 }
-# Many processes share the device and the cores.
+# The settings for many processes that share the device and the cores.
 SHARED_DEVICE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1"}
 SANITIZERS_AT_ONCE, SECONDS = 6, 200
 
 
 def groups_of_checks(pattern: str) -> list[list[Check]]:
-    """The checks that match; neighbours of one case, up to six, share a process and an oracle."""
+    """The checks that match; up to six neighbours of one case share a process and an oracle."""
     chosen = [check for check in CHECKS if re.search(pattern, repr(check))]
     by_case = [list(group) for _, group in itertools.groupby(chosen, lambda check: check.case)]
     return [group[i : i + 6] for group in by_case for i in range(0, len(group), 6)]
 
 
 def check_records(workers: int, groups: list[list[Check]]) -> Iterator[Record]:
-    """The records of all groups, as processes that share the device finish them."""
+    """Yields the records of all groups, as the processes that share the device finish them."""
     context = multiprocessing.get_context("spawn")  # a fork would share the device's context
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         for group in as_completed([pool.submit(records_of, group) for group in groups]):
@@ -73,20 +74,20 @@ def records_of(checks: list[Check]) -> list[Record]:
 
 
 def sanitizer_records(program: str, runs: list[tuple[str, str]]) -> Iterator[Record]:
-    """The records of all runs, as they finish."""
+    """Yields the records of all runs, as they finish."""
     with ThreadPoolExecutor(SANITIZERS_AT_ONCE) as pool:
         for run in as_completed([pool.submit(sanitizer_record, program, run) for run in runs]):
             yield run.result()
 
 
 def sanitizer_runs(pattern: str) -> list[tuple[str, str]]:
-    """Every tool with everything launched, and with a kernel that has a fault; those that match."""
+    """The matching pairs of a tool and a launch, including a launch with a fault for each tool."""
     runs = [(tool, what) for tool in CLEAN for what in (*LAUNCHED, FAULTS[tool])]
     return [run for run in runs if re.search(pattern, " ".join(run))]
 
 
 def sanitizer_record(program: str, run: tuple[str, str]) -> Record:
-    """One run of one tool; the end of its output where it did not pass."""
+    """The record of one run of one tool, with the end of its output if it did not pass."""
     tool, what = run
     start = time.monotonic()
     code, output = run_limited([*sanitizer_command(program, run), str(LAUNCHES), what])
@@ -112,7 +113,7 @@ def sanitizer_record(program: str, run: tuple[str, str]) -> Record:
 
 
 def sanitizer_command(program: str, run: tuple[str, str]) -> list[str]:
-    """The command up to the script that is to be run."""
+    """The words of the command that stand before the script."""
     tool, what = run
     port = FIRST_PORT + PORTS * sanitizer_runs("").index(run)
     which = [] if what.endswith("trainer") else ATTENTION_ALONE[tool]
@@ -121,7 +122,7 @@ def sanitizer_command(program: str, run: tuple[str, str]) -> list[str]:
 
 
 def run_limited(command: list[str]) -> tuple[int | None, str]:
-    """Exit status, None where the run took too long and was killed, and what it printed."""
+    """The exit status, or None if the command was killed for its run time, and its output."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
@@ -135,14 +136,14 @@ def run_limited(command: list[str]) -> tuple[int | None, str]:
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and what it runs
+            os.killpg(process.pid, signal.SIGKILL)  # the sanitizer and its target
             process.wait()
         output.seek(0)
         return code, output.read()
 
 
 def main() -> None:
-    """Runs everything, prints a line for each record, writes them."""
+    """Runs everything, prints a line per record, and writes the records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines file to write")
     parser.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2))
@@ -162,7 +163,7 @@ def main() -> None:
     )
     for record in measured:
         records = [records[0], *sorted([*records[1:], record], key=title)]
-        write(args.out, records)  # each time: what was measured survives an interruption
+        write(args.out, records)  # after each record, so that an interruption loses none
         verdict = "passed" if record["passed"] else "FAILED"
         print(f"{time.monotonic() - start:6.0f} s  {verdict}  {title(record)}", flush=True)
     failed = [record for record in records[1:] if not record["passed"]]
@@ -171,7 +172,7 @@ def main() -> None:
 
 
 def title(record: Record) -> str:
-    """The fields that name a record, and its figure of merit."""
+    """The fields that name a record, and its main figure."""
     names = ("check", "case", "preset", "rule", "points", "dtype", "fmt", "how", "tool", "launched")
     figures = (
         "largest_error_over_bound",

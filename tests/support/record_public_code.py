@@ -5,13 +5,13 @@
 DIR holds `attention.py` of https://github.com/ucker/why-low-precision-training-fails, unmodified.
 It runs in two ways, both under bfloat16 autocast:
 
-  compiled  as its trainer runs it, under `torch.compile`, on q, k and v as one projection leaves
-            them, between the two projections of its attention layer;
-  eager     operation by operation. Its backward pass raises a dtype error outside of autocast,
-            where PyTorch runs it, so both passes are called by hand, inside.
+  compiled  as its trainer runs it: under `torch.compile`, between the two projections of its
+            attention layer, with q, k and v as one projection leaves them;
+  eager     operation by operation. The backward pass raises a dtype error outside of autocast,
+            where PyTorch would run it. Both passes are therefore called by hand, inside.
 
-Kept are the outputs on the inputs of `grid_inputs`, some rows of each, as bits of bfloat16; of the
-eager run lse too, in float32.
+The file keeps some rows of each output on the inputs of `grid_inputs`, as bits of bfloat16. For the
+eager run it also keeps lse, in float32.
 """
 
 import argparse
@@ -27,12 +27,12 @@ import grid_inputs
 import numpy as np
 import torch
 
-LENGTHS = {1024: 56, 1536: 24}  # T, and how many rows of each array are kept
+LENGTHS = {1024: 56, 1536: 24}  # T, and the number of rows that are kept of each array
 COMMIT = "02f0ab6"
 
 
 def between_projections(function: type, qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """The layer between its projections, as `model.py` has it: qkv [B, T, 3 C] to [B, T, C]."""
+    """The attention layer without its projections, as in `model.py`: [B, T, 3 C] to [B, T, C]."""
     batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     q, k, v = (
         x.view(batch, length, heads, width // heads).transpose(1, 2)
@@ -43,20 +43,20 @@ def between_projections(function: type, qkv: torch.Tensor, heads: int) -> torch.
 
 
 class Context:
-    """What the two passes hand on, where autograd does not."""
+    """Holds what the forward pass saves for the backward pass, in place of autograd's context."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
-    """A bfloat16 tensor as uint16."""
+    """The bits of a bfloat16 tensor, as uint16."""
     assert x.dtype == torch.bfloat16, x.dtype
     return x.detach().contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
 
 
 def run_compiled(function: type, arrays: dict[str, np.ndarray], device: str) -> dict:
-    """out dq dk dv [T, N, H]."""
+    """out dq dk dv, bfloat16 bits [T, N, H]."""
     torch._dynamo.reset()
     _, length, heads, _ = arrays["q"].shape
     qkv = np.concatenate([arrays[name].reshape(1, length, -1) for name in "qkv"], axis=2)
@@ -76,7 +76,7 @@ def run_compiled(function: type, arrays: dict[str, np.ndarray], device: str) -> 
 
 
 def run_eager(function: type, arrays: dict[str, np.ndarray], device: str) -> dict:
-    """out dq dk dv [T, N, H] and lse [T, N]."""
+    """out dq dk dv, bfloat16 bits [T, N, H], and lse, float32 [T, N]."""
     q, k, v, do = (
         torch.tensor(arrays[name], device=device, dtype=torch.bfloat16).transpose(1, 2)
         for name in ("q", "k", "v", "do")
@@ -92,7 +92,7 @@ def run_eager(function: type, arrays: dict[str, np.ndarray], device: str) -> dic
 
 
 def main() -> None:
-    """Runs every length with and without the dynamic maximum, writes one file."""
+    """Runs every length with and without the dynamic maximum, and writes one file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", help="holds the public code's attention.py")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -1,6 +1,6 @@
-"""Rounding with a scale in NumPy, sharing no code with the library: of `plain` and of tests.
+"""Rounding with a scale in NumPy, without code of the library; for `plain` and for tests.
 
-Arrays are float32 [B, N, L, H]. Products with scales are rounded to float32, as scales are.
+Arrays are float32 [B, N, L, H]. Scales, and products with them, are rounded to float32.
 """
 
 import ml_dtypes
@@ -10,13 +10,13 @@ MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float16": 65504.0}
 
 
 def cast(x: np.ndarray, fmt: str) -> np.ndarray:
-    """As a saturating conversion: what is too large is the largest number, NaN stays NaN."""
+    """A saturating conversion: numbers that are too large become the largest, NaN stays NaN."""
     dtype = getattr(ml_dtypes, fmt, fmt)
     return np.clip(x, -MAX[fmt], MAX[fmt]).astype(dtype).astype(np.float32)
 
 
 def factor(numerator: float, amax: np.ndarray) -> np.ndarray:
-    """numerator / amax in float32, or 1 of an array of zeros or with an infinity."""
+    """numerator / amax in float32, or 1 if amax is 0 or infinite."""
     usual = (amax > 0) & (amax < np.inf)
     with np.errstate(over="ignore"):
         of = np.float32(numerator) / np.where(usual, amax, 1).astype(np.float32)
@@ -24,7 +24,7 @@ def factor(numerator: float, amax: np.ndarray) -> np.ndarray:
 
 
 def blocks(size: np.ndarray, block: int, axis: int) -> np.ndarray:
-    """The maximum of each block, written to every place of it."""
+    """The maximum of each block, written to every element of the block."""
     size = size.swapaxes(axis, -1)
     result = np.empty_like(size)
     for first in range(0, size.shape[-1], block):
@@ -34,7 +34,7 @@ def blocks(size: np.ndarray, block: int, axis: int) -> np.ndarray:
 
 
 def largest(x: np.ndarray, kind: str, group: int = 1) -> np.ndarray:
-    """amax of the whole array, or of each batch element and key head with its query heads."""
+    """The amax of the whole array, or of each batch element and key head with its query heads."""
     size = np.nan_to_num(np.abs(x), nan=0.0, posinf=np.inf)
     if kind != "head":
         return size.max(keepdims=True)
@@ -48,9 +48,9 @@ def round_scaled(
     x: np.ndarray, fmt: str, scale: str, axis: int = -1, amax: np.ndarray | float | None = None,
     group: int = 1,
 ) -> np.ndarray:  # fmt: skip
-    """code / scale.
+    """Rounds to code / scale.
 
-    amax: of the array, if it is not that of x; group: query heads of a key head.
+    amax: the amax of the array, if it is not the amax of x. group: query heads per key head.
     """
     size = np.nan_to_num(np.abs(x), nan=0.0, posinf=np.inf)
     most = MAX[fmt]

@@ -1,8 +1,8 @@
-"""What a command prints, as a reader takes it."""
+"""The output of a command, in the form that a reader takes in."""
 
 import re
 
 
 def sentences(text: str) -> str:
-    """With wrapped sentences in one line again."""
+    """The text, with wrapped sentences joined into one line again."""
     return re.sub(r"(?<=[^\n]{24})\n  (?! )", " ", text)

@@ -1,4 +1,4 @@
-"""The smallest training settings that still have every part; shared by the trainer's tests."""
+"""The smallest training settings that still have every part, shared by the trainer's tests."""
 
 import dataclasses
 from typing import Any
@@ -15,13 +15,13 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return _small(config, changes)
 
 
-# Two query heads a key head, of a size that is not width over heads.
+# Two query heads share a key head, and the head size differs from width / heads.
 LLAMA = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "head_size": 16, "value_size": 16}
 LLAMA |= {"hidden": 48, "context": 32, "vocab_size": 257}
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:
-    """The same of the Llama-style model."""
+    """The `tiny` config of the Llama-style model, shrunk in the same way."""
     config = llama_bf16.get_config("tiny").to_dict()
     config["model"].update(LLAMA)
     return _small(config, changes)
@@ -41,12 +41,12 @@ def _small(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_settings(**changes: Any) -> TrainSettings:
-    """The settings of `tiny_config`."""
+    """The settings that `tiny_config` describes."""
     return train_settings(tiny_config(**changes))
 
 
 def llama_settings(**changes: Any) -> TrainSettings:
-    """The settings of `llama_config`."""
+    """The settings that `llama_config` describes."""
     return train_settings(llama_config(**changes))
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-# Half an ulp of bfloat16, and room for the float32 arithmetic before it is rounded.
+# Half an ulp of bfloat16, with room for the float32 arithmetic before the rounding.
 BFLOAT16 = 2.0**-8 * 1.01
 
 

@@ -1,4 +1,4 @@
-"""Signals that join a run's measurements; that an interrupted run repeats them: `test_rescue`."""
+"""Signals that join a run's measurements; `test_rescue` tests that interrupted runs repeat them."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_errors_of_delta_are_added_up_over_tokens_and_steps_from_what_was_record
 
 
 def test_directions_have_the_shape_that_a_checkpoint_asks_for():
-    settings = llama_settings(devices=1)  # where head size is not width over heads
+    settings = llama_settings(devices=1)  # the head size differs from width / heads
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     params = jax.eval_shape(steps.init, root_key(settings)).params
     ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)

@@ -1,4 +1,4 @@
-"""What a run says about its length before it starts."""
+"""What a run announces about its length before it starts."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from configs import gpt2_bf16
 from lowprec_attn.training.announcement import _length
 from lowprec_attn.training.config import train_settings
 
-# What Pythons 3.11 to 3.14 carry, to the nearest 100,000.
+# The size of the built-in text in Python 3.11 to 3.14, to the nearest 100,000.
 BUILT_IN = 1_700_000
 
 

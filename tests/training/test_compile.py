@@ -1,5 +1,7 @@
-"""`lowprec-attn compile`: what a step takes of a TPU. The compiler's part needs libtpu and is slow:
-`pytest -m tpu_compile`."""
+"""`lowprec-attn compile`: the memory and kernels that a step takes on a TPU.
+
+The tests of the compiler need libtpu and are slow: `pytest -m tpu_compile`.
+"""
 
 import importlib.util
 import os
@@ -27,7 +29,7 @@ from lowprec_attn.training.resources.fit import (
 
 
 def sizes(lines):
-    """GiB by name from the line `memory`."""
+    """The sizes in GiB that the line `memory` lists, by name."""
     _, _, listed = dict(lines)["memory"].partition(": ")
     return {part.split()[0]: float(part.split()[1]) for part in listed.split(", ")}
 
@@ -44,11 +46,11 @@ def test_the_footprint_of_a_step_on_simulated_devices():
     )
     parameters = 4 * parameter_count(tiny_settings(**model).model)
     gib = parameters / 2**30
-    # Parameters, two moments, and counters and the batch; an eighth of the moments, and the new
-    # parameters are gathered.
+    # Whole: parameters and two moments, besides counters and the batch. Split: an eighth of the
+    # moments, and the new parameters are gathered.
     assert sizes(whole[1])["arguments"] == pytest.approx(3 * gib, abs=0.02)
     assert sizes(split[1])["arguments"] == pytest.approx(1.25 * gib, abs=0.02)
-    assert sizes(whole[1])["results"] < 0.01  # the new state takes the place of the donated one
+    assert sizes(whole[1])["results"] < 0.01  # the new state replaces the donated one
     assert dict(whole[1])["kernels"] == "0 calls"
     assert whole[0] > (sizes(whole[1])["arguments"] + gib) * 2**30
 
@@ -89,7 +91,7 @@ def test_without_the_compiler_its_installation_is_named(monkeypatch, capsys):
     assert "libtpu, which is not installed: pip install" in capsys.readouterr().err
 
 
-# The compiler itself.
+# The tests of the compiler.
 
 needs_libtpu = [
     pytest.mark.tpu_compile,
@@ -107,20 +109,20 @@ SMALL = {
 
 
 def compile_alone(*words):
-    """`lowprec-attn compile` in a process of its own, as libtpu wants it."""
+    """Runs `lowprec-attn compile` in a process of its own, as libtpu requires."""
     command = [sys.executable, "-m", "lowprec_attn", "compile", "--config=gpt2_bf16:tiny", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def compiled(topology, code=0, **changes):
-    """What `lowprec-attn compile` says of a small model, by line."""
+    """The output of `lowprec-attn compile` for a small model, by the first word of each line."""
     flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
     done = compile_alone(f"--topology={topology}", *flags)
     assert done.returncode == code, done.stderr
     return dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] != " ")
 
 
-# A program that no chip has room for, on the first device of each slice.
+# A program too large for any chip, compiled for the first device of each slice.
 TOO_LARGE = """
 import sys
 
@@ -166,7 +168,7 @@ class TestCompiler:
         available = re.findall(r"exceeds available HBM \((.*)G\)", child.stdout)
         assert len(available) == len(GENERATIONS), child.stderr
         for gib, (name, generation) in zip(available, GENERATIONS.items(), strict=True):
-            # libtpu 0.0.42 and 0.0.48 differ by 0.01.
+            # libtpu 0.0.42 and 0.0.48 differ by 0.01 GiB.
             assert float(gib) == pytest.approx(generation.hbm / 2**30, abs=0.015), name
 
     def test_a_slice_of_256_chips_with_a_split_optimizer_state(self):
@@ -179,13 +181,13 @@ class TestCompiler:
             for changes in ({}, {"model.remat": "nothing_saveable"})
         ]
         assert said[1]["step"].endswith("; remat nothing_saveable")
-        # One more of a layer: the forward pass of attention.
+        # One more kernel per layer: the forward pass of attention.
         assert [one["kernels"] for one in said] == ["12 calls", "16 calls"]
         needed = [float(one["memory"].split()[0]) for one in said]
         assert needed[1] < 0.8 * needed[0]
 
     def test_what_does_not_fit_is_said(self):
-        """A vocabulary whose parameters and moments alone take more than a chip has."""
+        """The parameters and moments of this vocabulary alone take more than a chip has."""
         changes = {"model.vocab_size": 12_000_000, "attention.implementation": "tpu"}
         flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
         done = compile_alone("--topology=v5e:2x2", *flags)

@@ -13,7 +13,7 @@ def heads_of(**attention):
 
 
 def per_head(settings):
-    """The group of every head of every layer."""
+    """The group of every head of every layer, [layer][head]."""
     return [
         [next(group for group in layer if n in group.heads) for n in range(settings.model.heads)]
         for layer in settings.attention.layers
@@ -90,7 +90,7 @@ BAD = [
     ({"model__heads": 3}, "32", "multiple of 3"),
     ({"model__init": "xavier"}, "'xavier'", "small_init"),
     ({"model__logits_dtype": "float16"}, "'float16'", "float32, bfloat16"),
-    ({"model__logits_dtype": "bfloat16"}, "257", "even if logits_dtype is bfloat16"),  # words
+    ({"model__logits_dtype": "bfloat16"}, "257", "even if logits_dtype is bfloat16"),  # in pairs
     (
         {"model__logits_dtype": "bfloat16", "model__activation_dtype": "float32"},
         "'float32'",
@@ -107,7 +107,7 @@ BAD = [
     ({"steps": 0}, "0", "at least 1"),
     ({"steps": True}, "True", "int"),
     ({"seed": -1}, "-1", "0 or more"),
-    ({"seed": 2**32}, "4294967296", "below 4294967296"),  # JAX would take it for 0
+    ({"seed": 2**32}, "4294967296", "below 4294967296"),  # JAX would read it as 0
     ({"seed": 2**63}, "9223372036854775808", "below 4294967296"),
     ({"steps": 2**31}, "2147483648", "below"),
     ({"name": "../../elsewhere"}, "'../../elsewhere'", "letters, digits"),

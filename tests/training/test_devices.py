@@ -1,4 +1,4 @@
-"""What lies where on several devices: batches, and an optimizer state that is split over them."""
+"""Batches and a split optimizer state on several devices: what lies where."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def batches(settings):
 
 
 def trained(shard_optimizer):
-    """The state after some steps on 8 devices, their metrics, and where the state lies."""
+    """The state after some steps on 8 devices, and their metrics."""
     settings = tiny_settings(
         devices=8,
         batch_size=16,
@@ -67,18 +67,19 @@ def bytes_per_device(tree):
 def test_a_split_optimizer_state_takes_an_eighth_and_the_parameters_are_whole(whole, split):
     states = whole[0], split[0]
     full, part = (bytes_per_device(state.opt_state) for state in states)
-    # Every matrix is split; the scales of the norms and the counters are not.
+    # All matrices are split; the scales of norms and the counters are not.
     assert full / 8 < part < full / 8 + 4096
     assert bytes_per_device(states[0].params) == bytes_per_device(states[1].params)
 
 
 def test_a_split_optimizer_state_changes_no_step(whole, split):
-    """Gradients are the same; the norm that clips them is summed in another order."""
+    """Gradients are equal, but the norm that clips them is summed in another order."""
     for a, b in zip(whole[1], split[1], strict=True):
         np.testing.assert_allclose(b.loss, a.loss, rtol=1e-6)
         np.testing.assert_allclose(b.grad_norm, a.grad_norm, rtol=1e-6)
         assert b.applied
-    # Adam divides by the root of the second moment: what is near zero may move by one step of lr.
+    # Adam divides by the root of the second moment, so an entry near zero may move by one step of
+    # lr.
     a, b = (jax.device_get(state.params) for state in (whole[0], split[0]))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
@@ -118,7 +119,7 @@ def test_a_batch_is_split_within_each_micro_batch():
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a mesh and a run ask of a device that is not there."""
+    """The attributes of a device, which need not exist, that a mesh and a run read."""
 
     platform: str
     id: int = 0
@@ -146,7 +147,7 @@ def test_query_key_and_value_are_packed_where_kernels_read_them_so(
 def test_attention_is_traced_for_the_devices_of_the_run_alone(
     platform, has_kernel, is_chosen_later
 ):
-    """The kernels of other platforms would take half of the time that a small step is traced."""
+    """Tracing the kernels of other platforms would take half of the tracing of a small step."""
     devices = mesh_over([Device(platform)], tiny_settings())
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
@@ -156,6 +157,6 @@ def test_attention_is_traced_for_the_devices_of_the_run_alone(
     for attend in (devices.attend, devices.attend_part, devices.attend_whole):
         text = attended(attend)
         assert ("pallas_call" in text) == has_kernel
-        assert ("platform_index" in text) == is_chosen_later  # a GPU may be one without kernels
+        assert ("platform_index" in text) == is_chosen_later  # a GPU may lack kernels
     by_any = attended(Attend(attention.dot_product_attention))
     assert "platform_index" in by_any and "pallas_call" in by_any

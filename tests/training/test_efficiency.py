@@ -1,4 +1,4 @@
-"""The share of its devices' peak that a run reached."""
+"""The share of the peak of its devices that a run reached."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ GPT2 = train_settings(gpt2_bf16.get_config("full").to_dict()).model
 
 def test_the_operations_of_a_step_are_six_per_weight_and_the_causal_attention():
     positions = 1024 * 768
-    attention = 12 * 7 * 1024 * 768  # 2 products forward, 5 backward; half of T keys, 2 each
+    attention = 12 * 7 * 1024 * 768  # 2 products forward, 5 backward; half of T keys, 2 flops each
     expected = 65536 * (6 * (parameter_count(GPT2) - positions) + attention)
     assert step_flops(GPT2, 65536) == expected
     assert 0.8e9 < step_flops(GPT2, 1) < 0.82e9

@@ -1,4 +1,4 @@
-"""The Llama-style model in the trainer; its logits are compared in tests/commands."""
+"""The Llama-style model in the trainer; tests/commands compares its logits."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ EXACT = {"model__activation_dtype": "float32", "attention__numerics": "exact", "
 
 
 def tokens(settings, seed=0):
-    """Inputs and targets [A, B/A, T] of a text that can be learnt: runs of consecutive ids."""
+    """Inputs and targets [A, B/A, T] of a learnable text: runs of consecutive ids."""
     model = settings.model
     start = np.random.default_rng(seed).integers(0, model.vocab_size, (settings.batch_size, 1))
     ids = (start + np.arange(model.context + 1)) % model.vocab_size
@@ -84,7 +84,8 @@ def test_parameters_are_counted_as_they_are(changes):
     per_token = 6 * (models.of(settings.model).product_weights(settings.model))
     of_vectors = sum(x.size for x in leaves if x.ndim == 1)
     assert per_token == 6 * (matrices + of_vectors - looked_up)
-    # Half of 32 keys on average; q, k: 1 product forward and 3 back, v: 1 and 2; 2 layers, 4 heads.
+    # A row sees half of 32 keys on average. q and k have 1 product forward and 3 backward, v has 1
+    # and 2. There are 2 layers and 4 heads.
     channels = 4 * 16 + 3 * settings.model.value_size
     assert step_flops(settings.model, 10) == 10 * (per_token + 2 * 4 * 32 * channels)
 
@@ -93,7 +94,7 @@ def test_rope_is_that_of_hugging_face_in_float64():
     x = np.random.default_rng(0).standard_normal((2, 40, 3, 16)).astype(np.float32)
     ours = rotate(jnp.asarray(x), *rotation(40, 16, 100.0))
     expected = np.stack([rotated(each.astype(np.float64), 100.0) for each in x])
-    # An angle of up to 39 is off by 2⁻²⁴ of it, entries are of size 4.
+    # An angle of up to 39 has a relative error of 2⁻²⁴; entries are of size 4.
     np.testing.assert_allclose(ours, expected, atol=4 * 39 * 2.0**-23)
 
 
@@ -125,7 +126,7 @@ def test_heads_that_share_a_key_head_are_heads_with_equal_keys():
     whole = make_steps(llama_settings(model__kv_heads=4, **EXACT), Attend(TILED))
 
     def loss_of(heads):
-        """With these of the two key heads, and of the value heads, for the four query heads."""
+        """The loss where the four query heads use these of the two key heads and value heads."""
 
         def chosen(path, x):
             name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
@@ -142,7 +143,7 @@ def test_heads_that_share_a_key_head_are_heads_with_equal_keys():
 
 
 def test_variants_of_attention_have_the_loss_of_the_formula():
-    """A soft cap, sinks and values of another size, in one model; the first two are in its loss."""
+    """A soft cap, sinks and another value size in one model; cap and sinks affect its loss."""
     options = {"model__soft_cap": 0.5, "model__sinks": True, "model__value_size": 8}
     settings = llama_settings(**EXACT, **options)
     model = settings.model
@@ -192,7 +193,7 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     model = settings.model
     steps, state = begin(settings)
     params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, state.params)
-    if model.qk_norm:  # its scale takes part
+    if model.qk_norm:  # a scale that has an effect
         scale = params["blocks"][0]["attention"]["query_norm"]
         scale = scale if model.architecture == "llama" else scale["norm"]["scale"]
         scale[...] = 1 + 0.3 * jax.random.normal(jax.random.key(0), scale[...].shape)
@@ -201,7 +202,7 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
 
     @jax.jit
     def gradients(*args):
-        """Of W_Q: the step's own, and that of the arrays which the signals are made of."""
+        """The gradient of W_Q from the step, and from the arrays that the signals use."""
         grads = jax.grad(lambda *a: steps.loss(*a)[0])(*args)
         (layer,) = make_layers(model, steps.loss)(*args)
         _, pullback = jax.vjp(
@@ -228,7 +229,7 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
 
 
 def test_the_measured_error_of_w_q_is_the_sum_of_its_sources():
-    """The rotated parts and the rotated whole agree; `flash` rounds P̄, O, P and dS."""
+    """The rotated sources add up to the rotated total; `flash` rounds P̄, O, P and dS."""
     settings = llama_settings(model__qk_norm=True, **{**EXACT, "attention__numerics": "flash"})
     steps, state = begin(settings)
     args = (state.params, *(x[0] for x in tokens(settings)), jax.random.key(0))
@@ -244,7 +245,7 @@ def test_the_measured_error_of_w_q_is_the_sum_of_its_sources():
 
     signals = signals_of(*args)
     total = signals["query_weight_gradient_error_from_total"]
-    # dQ itself is rounded to bfloat16 beside the sources.
+    # The measured dQ is also rounded to bfloat16, in addition to the sources.
     measured = signals["query_weight_gradient_error_measured"]
     np.testing.assert_allclose(measured, total, rtol=0.2)
     assert (np.asarray(total) > 1e-4).all()
@@ -285,7 +286,7 @@ def test_it_learns_and_devices_change_nothing():
 
 
 def test_the_clip_bounds_scores_behind_the_rotation():
-    """W_Q and W_K act through a rotation, which changes no length."""
+    """W_Q and W_K act through a rotation, which preserves lengths."""
     still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0}
     options = {**EXACT, **still, "model__kv_heads": 4, "model__layers": 1}
     settings = llama_settings(**options)
@@ -307,7 +308,7 @@ def test_the_clip_bounds_scores_behind_the_rotation():
 
 
 def test_the_clip_takes_scores_before_a_soft_cap():
-    """The cap bounds the scores of the softmax, and nothing of W_Q and W_K."""
+    """The cap bounds the scores in the softmax, but not W_Q and W_K."""
     found = {}
     for cap in (None, 0.01):
         fields = {"model__soft_cap": cap, "model__kv_heads": 4, "model__layers": 1}
@@ -352,16 +353,16 @@ def test_a_head_group_may_differ_and_the_lab_knows_its_mechanism():
 
 
 class KilledError(BaseException):
-    """The process ends."""
+    """Stands for the end of the process."""
 
 
-# Fields of command.TINY, and the shape above.
+# The fields of command.TINY, with the shape above.
 RUN = {"config": "configs/llama_bf16.py:tiny"} | {f"model__{n}": x for n, x in LLAMA.items()}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text, compiled_once):
-    """A run of the command line that ended, and what runs another like it."""
+    """A finished run from the command line, a function that starts similar runs, and its output."""
     run = functools.partial(run_here, attention__implementation="tiled", data__path=text, **RUN)
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     with without_report():
@@ -389,7 +390,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch
     for name in ("metrics.jsonl", "data_order.txt"):
         assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
     last = [r["signals"] for r in metrics.read(workdir / "metrics.jsonl") if "signals" in r][-1]
-    # Of W_Q behind norm and rotation, and joined to the measurement before.
+    # Errors of W_Q past norm and rotation, and a signal that joins this measurement to the last
+    # one.
     names = {"query_weight_gradient_error_relative", "common_direction_across_steps"}
     assert names <= last["layer_1"].keys() and len(last["layer_1"]["score_maximum"]) == 4
 
@@ -406,7 +408,7 @@ def test_a_run_is_written_for_transformers(whole, tmp_path):
     workdir, *_ = whole
     to_hugging_face(workdir, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3ForCausalLM"]  # it has QK-norm
+    assert config["architectures"] == ["Qwen3ForCausalLM"]  # because it has QK-norm
     settings = hugging_face.model_settings(config, "bfloat16")
     params = hugging_face.parameters(load_file(tmp_path / "out" / "model.safetensors"), settings)
     saved = restore(settings_of(workdir), RunDir(workdir))
@@ -447,7 +449,7 @@ def test_a_cap_sinks_and_values_of_another_size_are_measured_and_diagnosed(whole
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
     assert (layer["soft_cap"], layer["has_sinks"]) == (0.25, True)
     assert max(layer["signals"]["own numerics"]["p_row_sum_error_rms"]) < 1e-6
-    # A loss that is not finite names what went first.
+    # A loss that is not finite: the run names what became non-finite first.
     said, _ = run(
         tmp_path / "broken",
         code=3,

@@ -1,4 +1,4 @@
-"""Runs that cannot fit into memory are refused before anything is compiled."""
+"""Runs that cannot fit into memory are refused before anything compiles."""
 
 import dataclasses
 import os
@@ -17,14 +17,14 @@ from lowprec_attn.training.run import train
 
 @pytest.fixture(scope="module")
 def devices():
-    return run_devices(tiny_settings())  # 8
+    return run_devices(tiny_settings())  # 8 devices
 
 
 @pytest.mark.parametrize(
     ("changes", "factor"),
     [
         ({"attention__implementation": "tiled"}, 20),
-        # `dense` alone serves it, and its scores are nearly all.
+        # Only `dense` serves it, and most of its memory is scores.
         ({"attention__numerics": "standard", "model__context": 512}, 6),
     ],
 )
@@ -40,7 +40,7 @@ def test_the_least_is_below_what_the_compiler_allots(devices, changes, factor):
 
 def test_the_state_is_counted_as_it_is():
     settings = tiny_settings(batch_size=8)
-    without = dataclasses.replace(settings, batch_size=0)  # no token
+    without = dataclasses.replace(settings, batch_size=0)  # without any token
     state = make_program(settings, run_devices(settings)).state
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
     gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
@@ -118,7 +118,7 @@ def test_a_process_may_have_less_than_its_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (limit, 2 * limit)}.get)
     mapped = tmp_path / "statm"
     monkeypatch.setattr(memory, "_MAPPED", mapped)
-    assert memory.host_bytes() == limit  # not Linux
+    assert memory.host_bytes() == limit  # as on systems other than Linux
     mapped.write_text("900 20 3 4 0 5 0\n")
     assert memory.host_bytes() == 100 * page
     mapped.write_text("1001 20 3 4 0 5 0\n")

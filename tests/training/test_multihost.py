@@ -1,4 +1,4 @@
-"""The trainer in several processes of one machine, each with its own simulated devices."""
+"""The trainer in several processes on one machine, each with simulated devices of its own."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
 from lowprec_attn.runs import metrics
 
-# Two parts, so that rows are dealt out to the processes within each micro-batch.
+# Two micro-batches, so that the rows of each are divided among the processes.
 RUN = {
     **command.TINY,
     "accumulation_steps": 2,
@@ -25,7 +25,7 @@ RUN = {
 
 
 def start(cache, text, workdir, *, processes, devices, own=None, **changes):
-    """The processes of a run; `devices` is how many each has, `own` are flags that differ."""
+    """Starts the processes of a run, with `devices` each; `own` are flags that differ."""
     fields = {**RUN, "data.path": text, **changes}
     arguments = ["--config=configs/gpt2_bf16.py:tiny", f"--workdir={workdir}"]
     arguments += [f"--config.{name}={value}" for name, value in fields.items()]
@@ -47,7 +47,7 @@ def launch(cache, arguments, devices):
 
 
 def finish(processes, code=0):
-    """What each of them printed."""
+    """What each process printed."""
     return [command.finish(process, code) for process in processes]
 
 
@@ -58,11 +58,12 @@ def records(workdir):
 def test_two_killed_stopped_and_resumed_processes_are_one_process_bit_for_bit(
     compilations, text, tmp_path
 ):
-    """Of two numbers each, so that no sum has an order of its own.
+    """Sums over two devices have two terms, so their order does not matter.
 
-    With split moments each process writes what only it has; one process then reads them all.
+    With a split optimizer state, each process writes its own part of the moments. Afterwards a
+    single process reads all parts.
     """
-    # Measured by one process and by two at first, and by one at the end.
+    # The first measurement is by one process or by two, the last by one.
     fields = {"steps": 120, "checkpoint_every": 20, "eval_every": 60, "diagnostics_every": 1000}
     start_run = functools.partial(start, compilations, text, shard_optimizer=True, **fields)
     finish(start_run(tmp_path / "one", processes=1, devices=2))
@@ -96,7 +97,7 @@ def test_two_killed_stopped_and_resumed_processes_are_one_process_bit_for_bit(
 def test_two_devices_in_each_of_two_processes_and_a_checkpoint_that_serves_any_number(
     compilations, text, tmp_path
 ):
-    """With split moments each process writes what only it has; one process then reads them all."""
+    """Each process writes its own part of the moments; afterwards one process reads all parts."""
     workdir = tmp_path / "run"
     fields = {"steps": 40, "checkpoint_every": 0, "diagnostics_every": 0, "eval_every": 0}
     stopped = start(
@@ -116,7 +117,8 @@ def test_two_devices_in_each_of_two_processes_and_a_checkpoint_that_serves_any_n
     assert saved == [0, done]
     content = workdir / "checkpoints" / f"{done:08d}-0" / "state"
     assert {path.name for path in content.glob("ocdbt.*")} == {"ocdbt.process_0", "ocdbt.process_1"}
-    # The schedules differ only in the far end of the learning rate: compare one run with itself.
+    # The learning-rate schedule depends on the length of a run, so the new runs are compared with
+    # each other.
     fields |= {"steps": done + 5, "resume_from": workdir}
     finish(start(compilations, text, tmp_path / "one", processes=1, devices=4, **fields))
     finish(
@@ -134,7 +136,7 @@ def test_two_devices_in_each_of_two_processes_and_a_checkpoint_that_serves_any_n
     assert [r["step"] for r in two if "loss" in r] == list(range(done, done + 5))
     for a, b in zip(one, two, strict=True):
         for name in a:
-            # Sums over four devices in another order, seen through bfloat16 activations.
+            # Sums over four devices in another order, which bfloat16 activations amplify.
             np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)
 
 
@@ -175,7 +177,7 @@ def test_a_coordinator_that_does_not_listen_is_named_after_a_while(monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_go_back_as_one_does(compilations, text, tmp_path):
-    """Scores of float8 overflow; after the rollback those of bfloat16 do not."""
+    """float8 scores overflow; after the rollback bfloat16 scores do not."""
     wild = {
         "optimizer.peak_lr": 0.5,
         "optimizer.warmup_steps": 40,

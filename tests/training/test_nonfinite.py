@@ -1,4 +1,4 @@
-"""The search for the first non-finite value, on parameters poisoned in known places."""
+"""The search for the first non-finite value, with parameters poisoned at known places."""
 
 import functools
 
@@ -26,7 +26,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def once():
-    """`jax.jit` of the first function that it is given: what every search here compiles alike."""
+    """Yields a `jit` that compiles only its first function, because all searches need the same."""
     compiled = []
 
     def jit(function):
@@ -35,7 +35,7 @@ def once():
         return compiled[0]
 
     yield jit
-    assert compiled  # as the search was told
+    assert compiled  # the search has used it
 
 
 def scaled(params, block, name, factor):
@@ -50,7 +50,7 @@ def scaled(params, block, name, factor):
 
 CASES = {
     "weights": (0, "mlp_out.kernel", np.nan, Culprit(0, "the parameters", "before the step")),
-    # |S| beyond 448 is NaN in float8_e4m3fn, and so is O: nothing before it is.
+    # |S| beyond 448 becomes NaN in float8_e4m3fn, and O is the first array that holds it.
     "scores": (1, "attention.query.kernel", 1e6, Culprit(1, "the attention output", "forward")),
 }
 
@@ -67,7 +67,7 @@ def test_the_first_layer_and_value_are_named(run, once, case):
 
 
 def test_a_gradient_is_followed_backward(run, once):
-    """Hidden units of 1e25, silenced by a zero matrix: only gradients see them."""
+    """Hidden units of 1e25, which a zero matrix silences, appear in gradients only."""
     settings, steps, params, batch = run
     poisoned = scaled(scaled(params, 1, "mlp_in.kernel", 1e25), 1, "mlp_out.kernel", 0.0)
     found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0), jit=once)

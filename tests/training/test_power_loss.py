@@ -1,4 +1,4 @@
-"""A machine that loses its power while it trains: the same command goes on, to the same records."""
+"""A machine loses power during training: the same command goes on and writes the same records."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ def run(workdir, text):
 
 
 def digest(directory):
-    """Of all that an image holds but what differs between two starts."""
+    """A digest of an image, without the files that differ between two starts."""
     found = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
         if "tensorboard" not in path.parts and path.name != "environment.json":
@@ -42,7 +42,7 @@ def digest(directory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text):
-    """The records of a run that was not disturbed."""
+    """The records of an undisturbed run."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     assert run(workdir, text) == EXIT_DONE
     return {name: (workdir / name).read_bytes() for name in RECORDS}
@@ -51,7 +51,7 @@ def whole(tmp_path_factory, text):
 @pytest.mark.parametrize("at_most", [5, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", IMAGES)
 def test_a_run_goes_on_after_a_loss_of_power(tmp_path, monkeypatch, text, whole, kind, at_most):
-    """Resumes so many images of it, evenly chosen up to the last."""
+    """Resumes up to `at_most` images of the directory, evenly spaced and including the last."""
     cut = tmp_path / "cut"
     cut.mkdir()
     with contextlib.closing(Disk(cut)) as disk:

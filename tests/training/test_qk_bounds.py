@@ -1,4 +1,4 @@
-"""What bounds the scores of attention from the start: `qk_norm` and `qk_clip`."""
+"""Bounds on the scores of attention from the start of a run: `qk_norm` and `qk_clip`."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def tokens(settings):
 
 @functools.cache
 def first_state(model):
-    """Of every run of this file with the model: seed and optimizer are the same."""
+    """The first state of a run with this model; all tests here have one seed and optimizer."""
     settings = dataclasses.replace(tiny_settings(devices=1, model__layers=1), model=model)
     return jax.jit(make_steps(settings, Attend(TILED)).init)(root_key(settings))
 
@@ -50,7 +50,7 @@ def test_the_norm_is_that_of_float64_rounded_once(dtype):
     norm.norm.scale[...] = jnp.asarray(scale, jnp.float32)
     wide = np.asarray(x, np.float64)
     exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
-    # Six float32 operations, or the half ulp of one rounding to bfloat16 beside them.
+    # Six float32 operations, or half an ulp of one rounding to bfloat16.
     np.testing.assert_allclose(
         np.asarray(norm(x), np.float64), exact, rtol={"float32": 1e-6, "bfloat16": 2.0**-8}[dtype]
     )
@@ -58,7 +58,7 @@ def test_the_norm_is_that_of_float64_rounded_once(dtype):
 
 
 def test_with_qk_norm_the_size_of_q_and_k_does_not_count():
-    """The norm stands before the products, so weights ten times as large give the same loss."""
+    """The norm comes before the products, so weights ten times as large give the same loss."""
     settings = tiny_settings(model__qk_norm=True, model__layers=1, devices=1, **EXACT)
     inputs, targets = (x[0] for x in tokens(settings))
     found = []
@@ -73,7 +73,7 @@ def test_with_qk_norm_the_size_of_q_and_k_does_not_count():
         np.testing.assert_allclose(y, x, atol=1e-5 * np.abs(x).max())
     kernel = state.params["blocks"][0]["attention"]["query"]["kernel"]
     kernel[...] = 10 * kernel[...]
-    # ε = 1e-6 beside mean squares of 0.01.
+    # ε = 1e-6, compared to mean squares of 0.01.
     np.testing.assert_allclose(loss(state.params)[0], value, rtol=1e-5)
     assert np.abs(grads["blocks"][0]["attention"]["key_norm"]["norm"]["scale"][...]).max() > 0
 
@@ -89,7 +89,7 @@ def test_the_largest_score_is_that_of_keys_a_row_sees(placement):
     model = tiny_settings(model__scale_placement=placement).model
     q, k = np.random.default_rng(1).standard_normal((2, 2, 3, 7, 2, 16)).astype(np.float32)
     q[1, 0, 0, 0] *= 100
-    k[:, 1, -1, 1] *= 1000  # the last key: only the last row sees it
+    k[:, 1, -1, 1] *= 1000  # only the last row sees the last key
     k[:, :, 0, 1] *= -100  # scores far below zero
     records = [
         LayerRecord(x=None, q=jnp.asarray(a), k=jnp.asarray(b), v=None, o=None, residual=None)
@@ -115,7 +115,7 @@ def test_attention_gives_the_scores_of_the_clip(packed, monkeypatch):
         computed = [record._replace(max_logit=None) for record in records]
         np.testing.assert_allclose(found, largest_scores(settings.model, computed), rtol=1e-6)
         largest.append(found)
-    # The step takes them from there: its own products would fail.
+    # The step takes the scores from attention; forming the products itself would now fail.
     monkeypatch.setattr(qk_clip, "score_scale", None)
     steps = make_steps(settings, Attend(TILED, packed))
     _, metrics = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
@@ -124,7 +124,7 @@ def test_attention_gives_the_scores_of_the_clip(packed, monkeypatch):
 
 
 def test_scores_below_zero_are_not_those_of_no_micro_batch():
-    """A key bias against the query's moves all scores of a head."""
+    """A key bias opposed to the query bias shifts all scores of a head."""
     settings = clip_settings(1.0, accumulation_steps=2, model__biases=True)
     steps, state = begin(settings)
     for name, sign in (("query", 1.0), ("key", -1.0)):
@@ -135,7 +135,7 @@ def test_scores_below_zero_are_not_those_of_no_micro_batch():
 
 
 def clip_settings(threshold, **changes):
-    """A step that changes nothing but by the clip: its learning rate is 0."""
+    """Settings in which only the clip changes parameters, because the learning rate is 0."""
     still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0, "model__layers": 1, "devices": 1}
     return tiny_settings(**{**EXACT, **still, "optimizer__qk_clip": threshold, **changes})
 
@@ -158,7 +158,7 @@ def test_after_the_clip_no_score_on_the_same_inputs_is_above_the_threshold():
     root = root_key(settings)
     new, metrics = jax.jit(steps.train)(state, *tokens(settings), root)
     after = scores_of(settings, steps, new.params)[0]
-    # Three float32 roundings, and those of the products.
+    # Three float32 roundings, and the roundings of the products.
     np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-5)
     assert int(metrics.heads_clipped) == 1
     kept = int(np.argmin(before))
@@ -168,7 +168,7 @@ def test_after_the_clip_no_score_on_the_same_inputs_is_above_the_threshold():
     )
     np.testing.assert_array_equal(old[:, kept], changed[:, kept])
     assert (np.abs(changed[:, 1 - kept]) < np.abs(old[:, 1 - kept])).all()
-    # All else is as it was.
+    # Everything else is unchanged.
     for name in ("value", "out"):
         np.testing.assert_array_equal(
             *(p["blocks"][0]["attention"][name]["kernel"][...] for p in (state.params, new.params))

@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward pass: the same numbers in less memory."""
+"""Blocks that are computed again in the backward pass give the same numbers with less memory."""
 
 import functools
 
@@ -25,9 +25,9 @@ POLICIES = (
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
 )
-# In float32: where a sum in another order is rounded to bfloat16, it may be another number.
+# In float32, because a sum in another order may round to another bfloat16.
 EXACT = {"model__activation_dtype": "float32", "attention__numerics": "exact"}
-# Every policy and every part of a model that a block has, each once.
+# Every policy and every part of a block occurs once.
 CASES = [
     ("gpt2 clipped", "attention_saveable"),
     ("gpt2 stochastic", "nothing_saveable"),
@@ -56,7 +56,7 @@ def tokens(settings, seed=0):
 
 
 def assert_close(found, expected, tolerance=1e-5):
-    """Float32 sums of the same terms, which XLA may take in another order."""
+    """Checks float32 sums of the same terms, which XLA may add in another order."""
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
@@ -66,7 +66,7 @@ jit = functools.partial(jax.jit, compiler_options=compiler_options("cpu"))
 
 
 def begun(name, remat, packed=False):
-    """Settings, functions, the first state and batch of a model of one block."""
+    """Settings, functions, first state and batch of a model with one block."""
     settings = MODELS[name](model__remat=remat, model__layers=1, devices=1)
     steps = make_steps(settings, Attend(TILED, packed))
     inputs, targets = map(jnp.asarray, tokens(settings))
@@ -83,13 +83,13 @@ def test_loss_gradients_and_step_are_the_same(name, remat):
     rounds = MODELS[name]().model.activation_dtype == "bfloat16" or name == "gpt2 stochastic"
     tolerance = 2.0**-8 if rounds else 1e-5
     assert_close(metrics.loss, plain.loss, 1e-5)
-    # Its first moment is the gradient, clipped, times 1 − β₁.
+    # The first moment after one step is the clipped gradient times 1 − β₁.
     (mu,), (expected_mu,) = (
         [x.mu for x in of.opt_state if isinstance(x, optax.ScaleByAdamState)]
         for of in (state, expected)
     )
     assert_close(mu, expected_mu, tolerance)
-    # Adam divides by the root of the second moment: what is near zero may move by lr.
+    # Adam divides by the root of the second moment, so an entry near zero may move by lr.
     assert_close((metrics.grad_norm, state.params), (plain.grad_norm, expected.params), tolerance)
     assert metrics.heads_clipped is None or metrics.heads_clipped > 0
 
@@ -118,7 +118,7 @@ def test_a_packed_projection_is_the_same():
 
 
 def of_devices(remat, shard_optimizer):
-    """The state and losses after two steps on four devices."""
+    """The state and the losses after two steps on four devices."""
     settings = llama_settings(
         devices=4,
         accumulation_steps=2,
@@ -152,7 +152,7 @@ def test_devices_a_split_optimizer_and_remat_together_change_nothing():
 
 @pytest.mark.parametrize("made", [tiny_settings, llama_settings])
 def test_less_is_kept_for_the_backward_pass(made):
-    """Of shapes alone: XLA's CPU compiler shares no memory between what may run at once."""
+    """Counted from shapes: XLA's CPU compiler shares no memory between parallel operations."""
     shape = {"model__layers": 4, "model__width": 64, "batch_size": 64, "devices": 1}
     taken = {}
     for remat in (None, "dots_saveable", "attention_saveable", "nothing_saveable"):
@@ -164,13 +164,14 @@ def test_less_is_kept_for_the_backward_pass(made):
             lambda p, *ids, of=steps: jax.vjp(lambda p: of.loss(p, *ids)[0], p), params, ids, ids
         )
         taken[remat] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
-        # The parameters are counted in both; moments and gradients are no residuals.
+        # Both counts include the parameters; moments and gradients are not residuals.
         state = 16 * models.parameter_count(settings.model)
         kept = memory.least_bytes(settings, 1) - state
         assert 0.1 * taken[remat] < kept < taken[remat]
     assert taken["nothing_saveable"] < 0.3 * taken[None]
     assert taken["nothing_saveable"] < 0.6 * taken["dots_saveable"] < 0.5 * taken[None]
-    # Besides a block's float32 input of the model's width: O in the activations' format, and lse.
+    # The policy keeps O, in the activations' format, and lse, in addition to the float32 input of a
+    # block.
     model = settings.model
     of_token = model.heads * (model.value_size * jnp.dtype(model.activation_dtype).itemsize + 4)
     more = taken["attention_saveable"] - taken["nothing_saveable"]

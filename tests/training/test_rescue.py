@@ -1,4 +1,4 @@
-"""Runs that go back to a checkpoint by themselves, disturbed and undisturbed."""
+"""Runs that go back to a checkpoint by themselves, undisturbed and disturbed."""
 
 import json
 import os
@@ -35,17 +35,17 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_figures(compiled_once):
-    """Nor is a program compiled twice."""
+    """Skips the figures of runs, which share compiled programs as well."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             announcement, "write_run_page", lambda run_dir, efficiency: run_dir.page
-        )  # takes seconds
+        )  # drawing takes seconds
         yield
 
 
 @pytest.fixture(scope="module")
 def run(text):
-    """`run(workdir, **changes)` trains until float8 scores overflow, then in bfloat16."""
+    """`run(workdir, **changes)` trains until float8 scores overflow, then goes on with bfloat16."""
 
     def run(workdir, **changes):
         fields = {
@@ -74,7 +74,7 @@ def run(text):
 
 @pytest.fixture(scope="module")
 def whole(run, tmp_path_factory):
-    """The directory of a run that was not disturbed."""
+    """The directory of an undisturbed run."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     assert run(workdir) == EXIT_DONE
     return workdir
@@ -90,7 +90,7 @@ def losses(path):
 
 @pytest.mark.usefixtures("settled_heap")
 def test_a_loop_that_went_back_leaves_the_device(run, tmp_path, monkeypatch):
-    """Its parameters and moments would stay beside those of the next."""
+    """Otherwise its parameters and moments would stay in memory during the next loop."""
     loops, alive, dispatch = [], [], Loop._dispatch
 
     def watched(self, step):
@@ -121,7 +121,7 @@ def test_a_run_goes_back_leaves_out_batches_and_ends(whole):
 
 
 def test_a_checkpoint_has_the_arithmetic_that_led_to_it(run, tmp_path):
-    """At the end float8 scores would overflow, and would not be the run's."""
+    """The last checkpoint has bfloat16 scores; float8 would overflow there."""
     assert run(tmp_path, checkpoints_kept=100) == EXIT_DONE
     (rollback,) = rollbacks(tmp_path)
     for last_step, scores in ((None, "bfloat16"), (rollback["to"], "float8_e4m3fn")):
@@ -133,7 +133,7 @@ def test_a_checkpoint_has_the_arithmetic_that_led_to_it(run, tmp_path):
 
 
 def test_measurements_are_joined_across_steps_and_the_rollback(whole):
-    """What a killed run repeats byte for byte, below: errors added up, directions compared."""
+    """Errors add up and directions are compared; the tests below repeat them after kills."""
     records = metrics.read(whole / "metrics.jsonl")
     signals = {r["step"]: r["signals"]["layer_0"] for r in records if "signals" in r}
     assert len(signals) >= 4
@@ -166,7 +166,7 @@ def test_the_page_shows_what_was_abandoned(whole, tmp_path):
 
 
 def kill_in(patch, owner, name, when=lambda *args: True, after=False):
-    """The process ends in a function: before it does anything, or after it has done all."""
+    """Makes the process end in a function, before the function acts or after it is done."""
     original = getattr(owner, name)
 
     def killed(self, *args):
@@ -191,7 +191,7 @@ def test_a_run_that_is_killed_at_any_instant_comes_to_the_same_end(run, whole, t
     kills = [
         (Loop, "_before", lambda step: step == rollback["detected"], False),
         (RollbackRecord, "add", lambda _: True, False),
-        (RollbackRecord, "_write", lambda _: True, False),  # the metrics are kept already
+        (RollbackRecord, "_write", lambda _: True, False),  # the metrics have already been kept
         (RollbackRecord, "add", lambda _: True, True),
         (Checkpoints, "discard", some_are_abandoned, True),
         (OrderRecord, "truncate", lambda _: True, True),
@@ -230,7 +230,7 @@ def test_a_killed_run_with_bounded_scores_comes_to_the_same_end(run, tmp_path, o
 
 @pytest.mark.slow
 def test_checkpoints_are_removed_one_by_one(run, whole, tmp_path):
-    """A kill between leaves some that the rollback has undone; the next start removes them."""
+    """A kill between removals leaves undone checkpoints, which the next start removes."""
     from lowprec_attn.runs import checkpoint
 
     workdir = tmp_path / "run"
@@ -279,7 +279,7 @@ def test_a_request_to_stop_at_the_rollback_is_kept(run, whole, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_after_the_last_try_it_stops(run, tmp_path):
-    """Without a change of arithmetic the scores overflow again."""
+    """With unchanged arithmetic the scores overflow again."""
     workdir = tmp_path / "run"
     unchanged = {"rollback__points": {}, "rollback__tries": 2, "steps": 400}
     assert run(workdir, **unchanged) == EXIT_BROKEN

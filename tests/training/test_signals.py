@@ -1,4 +1,4 @@
-"""The trainer's signals describe the softmax steps that its attention takes."""
+"""The trainer's signals describe the softmax steps of its attention."""
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
         jax.random.key(0),
     )
     shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
-    assert described == [*group_heads([shared] * 2)]  # once for both layers
+    assert described == [*group_heads([shared] * 2)]  # one description serves both layers
 
 
 def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
@@ -146,7 +146,7 @@ def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
 
 
 def test_signals_stand_on_the_lse_of_the_run():
-    """Of a run whose lse is too large by 1/2: rows of P sum to exp(−1/2)."""
+    """If the lse of a run is too large by 1/2, rows of P sum to exp(−1/2)."""
 
     def attend(*arrays, return_residual=False, **options):
         out, lse = attention.dot_product_attention(*arrays, return_residual=True, **options)

@@ -1,4 +1,4 @@
-"""A run of two processes that Slurm starts: nothing but its own variables says who is who."""
+"""A run of two processes that Slurm starts and that learn their ranks from Slurm's variables."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    # A socket's path may have 107 characters.
+    # The path of a socket may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm") as folder, one_node(Path(folder)) as found:
         yield found
 
@@ -50,7 +50,7 @@ def run(slurm, cache, words, *, devices, launcher=()):
 
 
 def test_two_processes_of_srun_are_one_process_bit_for_bit(slurm, compilations, text, tmp_path):
-    """Of two numbers each, so that no sum has an order of its own."""
+    """Sums over two devices have two terms, so their order does not matter."""
     one, two = tmp_path / "one", tmp_path / "two"
     done = run(slurm, compilations, arguments(text, one), devices=2)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_two_processes_of_srun_are_one_process_bit_for_bit(slurm, compilations, 
 
 
 def test_without_srun_a_job_says_what_is_missing(slurm, compilations, text, tmp_path):
-    """In a batch script itself Slurm tells a process its job, and no step."""
+    """In the batch script itself, Slurm's variables name the job but no step."""
     words = [*arguments(text, tmp_path / "run"), "--distributed"]
     launcher = ["salloc", "--quiet", "--ntasks=2", "--overcommit"]
     done = run(slurm, compilations, words, devices=1, launcher=launcher)

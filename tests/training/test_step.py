@@ -27,12 +27,12 @@ from lowprec_attn.training.devices import (
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
 from lowprec_attn.training.step import make_steps, root_key
 
-# What serves on a CPU; named, it spares tracing the kernels of other platforms.
+# The implementation that serves a CPU. Naming it avoids tracing the kernels of other platforms.
 TILED = functools.partial(attention.dot_product_attention, implementation="tiled")
 
 
 def batch(settings, seed=0):
-    """Inputs and targets [A, B/A, T] of a text that can be learnt: runs of consecutive ids."""
+    """Inputs and targets [A, B/A, T] of a learnable text: runs of consecutive ids."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, settings.model.vocab_size, (settings.batch_size, 1))
     ids = (start + np.arange(settings.model.context + 1)) % settings.model.vocab_size
@@ -55,7 +55,7 @@ def begun():
 
 @pytest.fixture(scope="module")
 def trained(begun):
-    """The state after three steps, and their metrics."""
+    """The state after three steps, and the metrics of the steps."""
     settings, _, state, train = begun
     metrics = []
     for i in range(3):
@@ -87,7 +87,7 @@ def test_the_state_counts_and_learns(begun, trained):
     assert float(metrics[0].lr) == 0.0
     np.testing.assert_allclose(float(metrics[2].lr), settings.optimizer.peak_lr, rtol=1e-6)
     state, losses = first, []
-    for _ in range(settings.steps):  # one batch over and over
+    for _ in range(settings.steps):  # the same batch over and over
         state, m = train(state, *batch(settings))
         losses.append(float(m.loss))
     assert losses[-1] < losses[0] - 0.5
@@ -98,10 +98,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(trained):
     split = tiny_settings(devices=1, steps=20, accumulation_steps=4)
     _, state, train = start(split)
     _, parts = train(state, *batch(split))
-    # The loss is a mean of means of equal size: only float32 summation order differs.
+    # The loss is a mean of means of equal size, so only the order of float32 sums differs.
     np.testing.assert_allclose(float(parts.loss), float(whole[0].loss), rtol=1e-5)
-    # Products of bfloat16 gradients are summed in float32 in another order, each sum rounded to
-    # bfloat16 (2**-8) where it becomes an operand; the norm averages over all weights.
+    # float32 sums of bfloat16 products have another order, and each sum is rounded to bfloat16
+    # (2**-8) where it becomes an operand. The norm averages over all weights.
     np.testing.assert_allclose(float(parts.grad_norm), float(whole[0].grad_norm), rtol=2e-3)
 
 
@@ -116,7 +116,7 @@ def test_eight_devices_give_the_loss_of_one(trained):
     arrays = devices.put({"inputs": inputs, "targets": targets})
     assert len(arrays[0].sharding.device_set) == 8
     _, metrics = jax.jit(steps.train)(state, *arrays, root)
-    # Each row is computed as on one device; the mean over rows is summed in another order.
+    # Each row is computed as on one device; only the mean over rows has another order.
     np.testing.assert_allclose(float(metrics.loss), float(one[0].loss), rtol=1e-5)
     np.testing.assert_allclose(float(metrics.grad_norm), float(one[0].grad_norm), rtol=2e-3)
 
@@ -129,12 +129,12 @@ def test_a_micro_batch_that_does_not_divide_over_the_devices_is_told():
 
 
 def poisoned_copy(params, poison):
-    """Parameters with a NaN, or with a finite loss and gradients that are not."""
+    """A copy of the parameters with a NaN, or with a finite loss and non-finite gradients."""
     copy = jax.tree.map(lambda x: x, params)
     block = copy["blocks"][1]
     if poison == "loss":
         block["norm_2"]["scale"][...] = block["norm_2"]["scale"][...].at[0].set(jnp.nan)
-    else:  # hidden units of 1e25, silenced by the matrix behind them, whose gradient sees them
+    else:  # hidden units of 1e25; the next matrix, whose gradient sees them, is 0
         block["mlp_in"]["kernel"][...] *= jnp.float32(1e25)
         block["mlp_out"]["kernel"][...] *= jnp.float32(0)
     return copy
@@ -152,7 +152,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_no_later_step_does(begun,
     assert int(after.step) == int(state.step)
     for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(poisoned), strict=True):
         np.testing.assert_array_equal(a, b)
-    # Healed, the state still refuses steps until somebody clears the mark.
+    # Even with healthy parameters the state refuses steps until the mark is cleared.
     again, metrics = train(after._replace(params=state.params), *batch(settings))
     assert np.isfinite(float(metrics.loss))
     assert not bool(metrics.applied)
@@ -172,7 +172,7 @@ def test_adam_without_epsilon_leaves_untouched_parameters_alone():
     np.testing.assert_array_equal(updates["untouched"], 0)
 
 
-# Gradients from the smallest positive number to the largest whose square is still finite.
+# Gradients from the smallest positive number up to the largest with a finite square.
 EXTREME = jnp.array([0.0, 1e-45, 1e-38, 1e-30, 1e-23, 1e-19, 1.0, 1e10, 1.8e19])
 
 
@@ -230,7 +230,7 @@ def test_initial_standard_deviations(init, std):
     settings = tiny_settings(model__init=init)
     state = jax.jit(make_steps(settings, None).init)(root_key(settings))
     params = state.params
-    # 4.5 standard errors of an estimate from n samples: 4.5 / √(2 n).
+    # 4.5 standard errors, 4.5 / √(2 n), of an estimate from n samples.
     for kernel, expected in (
         (params["tokens"]["embedding"], std),
         (params["blocks"][0]["attention"]["query"]["kernel"], std),
@@ -255,7 +255,7 @@ def test_both_places_of_the_scale_agree_in_float32_and_differ_in_bfloat16():
     def loss(placement, dtype):
         settings = tiny_settings(
             model__layers=1,
-            model__width=64,  # heads of 32: the scale is no power of two
+            model__width=64,  # heads of 32, so the scale is no power of two
             model__scale_placement=placement,
             model__activation_dtype=dtype,
             attention__numerics="exact",
@@ -296,8 +296,8 @@ def test_one_product_of_query_key_and_value_is_three():
     np.testing.assert_allclose(step("bfloat16", "qk", True)[0], loss, rtol=1e-3)
 
 
-# Of all presets test_config.py asks whether they are config values, test_attention.py whether they
-# are computed; here one of each shape of what is saved for the backward pass.
+# test_config.py checks that all presets are config values, test_attention.py that they compute.
+# Here there is one preset for each shape of what the backward pass saves.
 SAVED = ("published", "standard", "auxiliary_output", "halves_output", "matched")
 ARITHMETIC = {
     **{name: {"attention__numerics": name} for name in (*SAVED, "stochastic_output")},
@@ -314,7 +314,7 @@ ARITHMETIC = {
 def test_every_arithmetic_of_the_config_traces_through_a_step(case):
     layers = 2 if case == "by layer and head" else 1
     settings = tiny_settings(**ARITHMETIC[case], model__layers=layers)
-    # One with all that its platforms choose between, and what `tiled` does not serve.
+    # `published` traces all that platforms choose between; `tiled` does not serve `standard`.
     by_platform = case in ("published", "standard")
     steps = make_steps(settings, Attend(attention.dot_product_attention if by_platform else TILED))
     root = root_key(settings)
@@ -417,7 +417,7 @@ def test_the_gradient_of_the_embedding_is_the_sum_by_token_and_position():
     shapes = ((4, 250), 50), ((1, 128), 3), ((3, 43), 5000), ((1, 1), 4), ((70, 5), 20)
     for shape, size in shapes:
         ids = rng.integers(0, size, shape)
-        ids[0] = size - 1  # runs over several blocks
+        ids[0] = size - 1  # a run of ids over several blocks
         rows = rng.standard_normal((*shape, 8)).astype(np.float32)
         expected = np.zeros((size, 8)), np.zeros((300, 8))
         np.add.at(expected[0], ids, rows.astype(np.float64))
@@ -428,7 +428,7 @@ def test_the_gradient_of_the_embedding_is_the_sum_by_token_and_position():
         out, gradients = embedded(table, positions, ids, jnp.asarray(rows))
         np.testing.assert_array_equal(out, table[ids] + positions[None, : shape[1]])
         for gradient, exact in zip(gradients, expected, strict=True):
-            # Sums of up to 250 numbers of size 1: their partial sums round at 2**-24 each.
+            # Sums of up to 250 numbers of size 1, whose partial sums each round at 2**-24.
             np.testing.assert_allclose(gradient, exact, atol=250**0.5 * 30 * 2.0**-24)
 
 
@@ -447,7 +447,7 @@ GOLDEN_GRAD_NORM = 0.6470
 
 
 def test_initial_weights_take_one_kernel_for_their_random_bits_on_a_gpu():
-    """XLA compiles Threefry anew for every array: half a minute of GPT-2 124M's start."""
+    """XLA compiles Threefry for every array anew, which takes half a minute for GPT-2 124M."""
     settings = tiny_settings(model__layers=1)
     program = make_program(settings, run_devices(settings))
 
@@ -491,7 +491,7 @@ def test_positions_start_with_a_common_vector():
     signs = jnp.sign(rows)
     assert bool(jnp.all(signs == signs[:1]))
     assert 0 < int(jnp.sum(signs[0] > 0)) < model.width
-    spread = rows - 1.5 * signs  # as the embeddings without a mean
+    spread = rows - 1.5 * signs  # like embeddings without a mean
     assert 0.015 < float(jnp.std(spread)) < 0.025
     plain = GPT2(settings.model, settings.attention, nnx.Rngs(0)).positions.embedding[...]
     assert abs(float(jnp.mean(jnp.abs(plain)))) < 0.05

@@ -1,4 +1,4 @@
-"""The trainer from the command line: `python train.py`, mostly in this process."""
+"""The trainer from the command line, `python train.py`, mostly in this process."""
 
 import functools
 import gc
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """A run without what takes it seconds: the kernels of other platforms, the built-in text."""
+    """Runs without two things that take seconds: other platforms' kernels, the built-in text."""
     return functools.partial(run_here, attention__implementation="tiled", data__path=text)
 
 
 @pytest.fixture(scope="module")
 def finished(run, tmp_path_factory):
-    """The directory of a run that ended."""
+    """The directory of a finished run."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     run(workdir)
     return workdir
 
 
 def error_line(err):
-    """The one line that begins with `error:`; there must be no traceback."""
+    """The single line that begins with `error:`; checks that there is no traceback."""
     assert "Traceback" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     return line
@@ -58,7 +58,7 @@ def test_the_first_lines_say_what_was_chosen_and_why(command, tmp_path):
     assert page.split() == ["page", str(tmp_path / "run" / "report.html")]
     assert curves.endswith(f"tensorboard --logdir={tmp_path / 'run' / 'tensorboard'}")
     assert "validation loss" in outcome
-    assert "above the unigram model's" in outcome  # after four steps
+    assert "above the unigram model's" in outcome  # after only four steps
 
 
 def test_a_run_directory_holds_everything(finished):
@@ -86,7 +86,7 @@ def test_a_run_directory_holds_everything(finished):
 
 @pytest.mark.usefixtures("no_report")
 def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
-    """The same whatever the step then does to these parameters, or whether it is taken at all."""
+    """They depend neither on what the step does to the parameters nor on whether it happens."""
     found = []
     for peak_lr, steps in ((0.001, 1), (0.1, 1), (0.001, 2)):
         workdir = tmp_path / f"{peak_lr}-{steps}"
@@ -106,7 +106,8 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
     slow, fast, longer = found
     assert slow[0] == fast[0]
     assert slow[1] != fast[1]
-    # The first two ended before step 1: they were measured on the batch that it would have taken.
+    # The first two runs ended before step 1, and were measured on the batch that it would have
+    # taken.
     assert slow[1]["layer_0"].keys() == longer[1]["layer_0"].keys()
     for name in ("score_maximum", "delta_rms", "output_rms"):
         np.testing.assert_allclose(slow[1]["layer_0"][name], longer[1]["layer_0"][name], rtol=1e-5)
@@ -133,7 +134,7 @@ def test_no_step_but_the_first_waits_for_a_full_garbage_collection(run, tmp_path
 
 def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finished):
     before = (finished / "metrics.jsonl").read_bytes()
-    (finished / "failure.json").write_text("{}")  # of a start on other devices, say
+    (finished / "failure.json").write_text("{}")  # for example, from a start on other devices
     out, _ = run(finished)
     assert "resuming at step 12" in out
     assert (finished / "metrics.jsonl").read_bytes() == before
@@ -143,7 +144,7 @@ def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finishe
 @pytest.mark.usefixtures("no_report")
 def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path):
     changed = {"attention__points__saved_output": "float32", "steps": 11}
-    # Checkpoints 4, 8 and 12 were written, and the last two kept.
+    # The run wrote checkpoints 4, 8 and 12, and kept the last two.
     changed |= {"resume_from": finished, "resume_step": 11}
     out, _ = run(tmp_path / "changed", **changed)
     assert "from step 8" in out
@@ -151,7 +152,7 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path)
     assert origin["step"] == 8
     assert {"attention.points.saved_output", "resume_from", "steps"} < set(origin["changed"])
     assert origin["changed"]["attention.points.saved_output"] == ["null", '"float32"']
-    # The run that ended holds the order up to there; the new run goes on with it.
+    # The finished run holds the order up to there, and the new run continues it.
     theirs = (finished / "data_order.txt").read_text().splitlines()
     ours = (tmp_path / "changed" / "data_order.txt").read_text().splitlines()
     assert ours == theirs[:11]
@@ -180,7 +181,7 @@ def test_a_checkpoint_that_cannot_serve_is_refused(
 
 @pytest.mark.usefixtures("no_report")
 def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(run, tmp_path):
-    """Scores beyond 448 are NaN in this format, and this learning rate takes them there."""
+    """In this format scores beyond 448 are NaN, and this learning rate reaches them."""
     workdir = tmp_path / "run"
     wild = {
         "optimizer__peak_lr": 0.5,
@@ -202,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
     assert any(r["step"] == failure["step"] and "signals" in r for r in records)
     saved = [int(path.stem) for path in (workdir / "checkpoints").glob("*.json")]
     assert max(saved) == failure["step"]
-    # Resumed, it meets the same batch in the same state and fails in the same way.
+    # After a resume it meets the same batch in the same state, and fails in the same way.
     again, _ = run(workdir, code=3, **wild)
     assert f"resuming at step {failure['step']}" in again
     assert again.splitlines()[-1] == last
@@ -264,7 +265,7 @@ def test_records_that_changed_under_a_checkpoint_are_noticed(
     assert f"remove {workdir}/checkpoints/00000012.json to repeat the steps" in line
     if changed is not None:
         assert (workdir / name).read_bytes() == changed
-    if name == "data_order.txt":  # a run that starts from there begins with its order
+    if name == "data_order.txt":  # a run that resumes from it begins with its order
         command += [f"--config.resume_from={workdir}", "--config.steps=13"]
         command += [f"--workdir={tmp_path / 'next'}"]
         assert main(["train", *command]) == 1
@@ -280,7 +281,7 @@ def test_another_config_in_the_same_run_directory_is_refused(run, finished):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-# NOWHERE is a directory that is not there.
+# NOWHERE is a directory that does not exist.
 BAD = {
     "unknown field": ({"optimizer__lr": 1.0}, "lr"),
     "unknown preset": ({"attention__numerics": "flahs"}, "'flahs'"),
@@ -314,7 +315,7 @@ def test_bad_input_gives_one_line_before_training(tmp_path, monkeypatch, capsys,
     assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(**changes)]) == 1
     err = capsys.readouterr().err
     assert text in error_line(err)
-    assert "step/s" not in err  # no progress bar yet
+    assert "step/s" not in err  # before any progress bar
 
 
 def test_a_process_ends_with_that_line_too(tmp_path):

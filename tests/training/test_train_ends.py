@@ -1,4 +1,4 @@
-"""What a run keeps when its checkpoints are lost, when a start fails, and when it has ended."""
+"""What a run keeps when checkpoints are lost, when a start fails, and when it has ended."""
 
 import functools
 import json
@@ -28,14 +28,14 @@ def test_the_outcome_says_on_which_side_of_the_unigram_model_the_loss_is(val_los
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """A run of 12 steps with checkpoints at 4, 8 and 12."""
+    """Runs 12 steps, with checkpoints at 4, 8 and 12."""
     small = {"attention__implementation": "tiled", "model__layers": 1, "diagnostics_every": 0}
     return functools.partial(run_here, data__path=text, **small)
 
 
 @pytest.fixture(scope="module")
 def ended(run, tmp_path_factory):
-    """The directory of a run that ended."""
+    """The directory of a finished run."""
     workdir = tmp_path_factory.mktemp("runs") / "ended"
     run(workdir)
     return workdir
@@ -58,7 +58,7 @@ def dangle(workdir):
 
 
 def interrupt(workdir):
-    """A run that did not come to its end, without its checkpoints."""
+    """Makes the run unfinished, without checkpoints."""
     (workdir / "summary.json").unlink()
     shutil.rmtree(workdir / "checkpoints")
 
@@ -72,7 +72,7 @@ LOSSES = {
 
 
 def contents(workdir):
-    """Of all files; a start adds itself to environment.json and takes the lock."""
+    """The contents of all files, except for the two that every start changes."""
     left_out = {"environment.json", "run.lock"}
     files = (path for path in workdir.rglob("*") if path.is_file() and path.name not in left_out)
     return {str(path.relative_to(workdir)): path.read_bytes() for path in files}
@@ -98,7 +98,7 @@ class KilledError(BaseException):
 
 @pytest.fixture
 def killed(run, tmp_path, monkeypatch):
-    """What kill -9 leaves of the same run after 3 steps, before a checkpoint was due."""
+    """The directory after kill -9 at step 3, before the first checkpoint was due."""
     workdir = tmp_path / "killed"
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(loop.Loop, "_before", kill_at(3, loop.Loop._before))
@@ -158,7 +158,7 @@ def test_its_checkpoint_may_be_lost_like_any_other(run, killed):
 def test_kills_around_the_first_checkpoint_leave_it_before_any_record(
     run, ended, tmp_path, monkeypatch
 ):
-    """Resumes what lay on the disk before its manifest, after that, and after the first record."""
+    """Resumes from before the first manifest, from after it, and from after the first record."""
     write, record = Manifest.write, MetricsWriter.write
 
     def snapshot(name):
@@ -166,7 +166,7 @@ def test_kills_around_the_first_checkpoint_leave_it_before_any_record(
             shutil.copytree(tmp_path / "run", tmp_path / name)
 
     def slowly(self, path):
-        time.sleep(1 if path.stem == "00000000" else 0)  # of 12 steps, which take less
+        time.sleep(1 if path.stem == "00000000" else 0)  # longer than the run's 12 steps
         snapshot("before")
         write(self, path)
         snapshot("complete")
@@ -191,7 +191,7 @@ def test_kills_around_the_first_checkpoint_leave_it_before_any_record(
 
 
 def test_a_start_without_a_step_may_be_repeated_with_another_config(run, tmp_path, monkeypatch):
-    """As after a batch that does not fit: its checkpoint is of no use, and goes."""
+    """For example after a batch that does not fit; its checkpoint is useless and is removed."""
 
     def fail(self, step):
         raise RuntimeError("no memory")
@@ -230,7 +230,7 @@ def test_a_run_that_was_killed_while_it_reported_is_not_finished(run, copy):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_as_many_checkpoints_remain_as_are_to_be_kept(run, copy, complete):
-    """Also where a run was killed before it had deleted the oldest."""
+    """Also if a run was killed before it had deleted the oldest."""
     manifests = copy / "checkpoints"
     assert [path.stem for path in sorted(manifests.glob("*.json"))] == ["00000008", "00000012"]
     shutil.copytree(manifests / "00000008-0", manifests / "00000004-0")

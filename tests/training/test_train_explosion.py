@@ -1,4 +1,4 @@
-"""Runs whose loss explodes, and that `stop_exploded_after` ends."""
+"""Runs whose loss explodes and which `stop_exploded_after` ends."""
 
 import json
 import os
@@ -27,7 +27,7 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """`run(workdir, **changes)` trains with a rate at which the loss leaves at once, for good."""
+    """`run(workdir, **changes)` trains with a rate at which the loss explodes at once, for good."""
 
     def run(workdir, **changes):
         fields = {
@@ -51,7 +51,7 @@ def run(text, compiled_once):
 
 @pytest.fixture(scope="module")
 def stopped(run, tmp_path_factory):
-    """The directory of a run that was stopped."""
+    """The directory of a stopped run."""
     workdir = tmp_path_factory.mktemp("runs") / "stopped"
     assert run(workdir) == EXIT_BROKEN
     return workdir
@@ -84,7 +84,7 @@ def test_a_validation_loss_of_nan_is_no_success(run, tmp_path, monkeypatch, caps
 def test_a_run_that_has_exploded_is_stopped_with_its_records(stopped):
     failure = read(stopped, "failure.json")
     explosion, step = failure["explosion"], failure["step"]
-    # The step that is under way when the limit is reached is taken as well.
+    # The step under way when the limit is reached is finished, too.
     assert step == explosion + LIMIT + 1
     assert (
         failure["message"] == f"the loss exploded at step {explosion}; stopped after {step} steps"
@@ -121,7 +121,7 @@ def test_an_interrupted_run_stops_at_the_same_step(run, stopped, tmp_path, monke
     interrupt(70, kill)
     with pytest.raises(KilledError):
         run(workdir)
-    interrupt(step - 2, ask_to_stop)  # saves where the records already say that it must end
+    interrupt(step - 2, ask_to_stop)  # saves where the records already demand the end
     assert run(workdir) == EXIT_DONE
     assert not (workdir / "failure.json").exists()
     assert max(int(path.stem) for path in (workdir / "checkpoints").glob("*.json")) == step - 1

@@ -1,4 +1,4 @@
-"""Runs that are killed at random times, or asked to stop, and resumed by the same command."""
+"""Runs that are killed or stopped at random times and resumed by the same command."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from lowprec_attn import hosts
 
 @pytest.fixture
 def start(command, text):
-    """A start without what takes it seconds: the kernels of other platforms, the built-in text."""
+    """Starts without two steps that take seconds: other platforms' kernels, gathering the text."""
     short = {"attention__implementation": "tiled", "model__layers": 1}
     return functools.partial(command, data__path=text, **short)
 
@@ -26,7 +26,7 @@ def checkpoints_in(workdir):
 
 
 def wait_for_changes(process, path, count):
-    """Waits until the file's size has changed so often; a rollback makes it shorter."""
+    """Waits until the file's size has changed `count` times; a rollback shrinks the file."""
     size = None
     while count > 0 and process.poll() is None:
         now = path.stat().st_size if path.exists() else None
@@ -36,7 +36,7 @@ def wait_for_changes(process, path, count):
 
 @pytest.mark.slow
 def test_kills_around_a_rollback_change_nothing(start, tmp_path):
-    """kill -9 at random times of a run that goes back several times."""
+    """kill -9 at random times, in a run that goes back several times."""
     wild = {"optimizer__peak_lr": 1.0, "optimizer__warmup_steps": 4000, "steps": 5000}
     wild |= {"attention__points__scores": "float8_e4m3fn", "checkpoint_every": 5}
     wild |= {"rollback__steps": 10, "rollback__tries": 2}
@@ -61,8 +61,8 @@ def test_kills_around_a_rollback_change_nothing(start, tmp_path):
 
 @pytest.mark.parametrize("kills", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 10))])
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
-    """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
-    # More than are taken before the last kill, were they a millisecond each.
+    """After kill -9 at random times, records equal those of an uninterrupted run to the byte."""
+    # More steps than fit before the last kill, even at a millisecond each.
     steps = {"steps": 40 + 80 * kills, "checkpoint_every": 10}
     steps |= {"diagnostics_every": 0, "eval_every": 100}
     finish(start(tmp_path / "whole", **steps))
@@ -104,7 +104,7 @@ def test_signals_to_end_save_and_are_told_from_each_other(start, tmp_path):
 
 
 def compile_for_seconds(hashes):
-    """What a loop does whose first step compiles: one call, in which Python runs no handler."""
+    """Mimics a loop that compiles its first step: one long call during which no handler runs."""
     with hosts.stop_requests(functools.partial(print, flush=True)) as stop_after:
         print("compiling", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", hashes)
@@ -114,7 +114,7 @@ def compile_for_seconds(hashes):
 
 @pytest.mark.parametrize(("signals", "compiled"), [(1, True), (2, False)])
 def test_an_interrupt_while_it_compiles_is_answered_at_once(signals, compiled):
-    # A second of one core, and many where a second interrupt cuts them short.
+    # One second of a core, or many seconds that a second interrupt cuts short.
     process = Fork(
         compile_for_seconds, 3 * 10**6 if compiled else 10**8, environment=dict(os.environ)
     )

@@ -1,4 +1,4 @@
-"""What a run says about itself, undisturbed and resumed."""
+"""What a run reports about itself, undisturbed and resumed."""
 
 import pytest
 
@@ -9,7 +9,7 @@ QUIET, LOUD = ({"layer_0": {"score_maximum": [3.0, value]}} for value in (4.0, 6
 
 
 class Heard:
-    """A watch, what it wrote and what it said."""
+    """A watch, with the records and lines that it produced."""
 
     def __init__(self, recorded=(), start=0, limit=None):
         self.records, self.lines = [], []
@@ -21,7 +21,7 @@ class Heard:
 
 
 def loss(step):
-    """About 3, a spike from 60 to 69, an excess from 150 on."""
+    """About 3, with a spike from step 60 to 69 and an excess from step 150 on."""
     return 3.0 + 0.05 * (step % 3) + (2.0 if 60 <= step < 70 or step >= 150 else 0.0)
 
 
@@ -46,7 +46,7 @@ def test_each_event_is_a_record_and_a_line(whole):
     assert first.startswith("warning: step 50, layer 0, head 1: the largest |score| is 600")
     assert second.startswith("warning: step 60: the loss 5.000 is a spike")
     assert third.startswith("note: step 72: the loss has recovered 12 steps after")
-    assert third.endswith("(fast)")  # a rule was met
+    assert third.endswith("(fast)")  # the signals met a rule
 
 
 @pytest.mark.parametrize("start", [51, 65, 100, 160])
@@ -76,7 +76,7 @@ def test_a_fast_spike_without_a_rule_met_points_at_its_batch(start, says):
 
 def test_an_excess_is_enough_after_the_limit_and_its_onset_is_the_spike(whole):
     assert whole.watch.onset == 150
-    assert whole.watch.explosion > 150  # the mean of 50 losses leaves later
+    assert whole.watch.explosion > 150  # the mean of 50 losses rises later
     assert whole.watch.enough == whole.watch.explosion + 19
     unlimited = Heard()
     take(unlimited, 0, 200)

@@ -1,4 +1,4 @@
-"""The page of a run: whole HTML that needs no network, with what was recorded."""
+"""The page of a run: complete HTML that needs no network and shows what was recorded."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ FAILURE = {"step": 150, "message": f"first non-finite value: {HOSTILE}"}
 
 
 class Page(HTMLParser):
-    """A page that was read: its elements, which must all be closed, and its text."""
+    """A parsed page: its elements, all of which must be closed, and its text."""
 
     def __init__(self, path):
         super().__init__()
@@ -52,7 +52,7 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
     def check(self):
-        """Nothing is loaded, no id is there twice, and every reference has its id."""
+        """Checks that nothing is loaded, ids are unique, and every reference has its id."""
         assert self.tags[:2] == ["html", "head"]
         assert not {"script", "link", "img", "iframe"} & set(self.tags)
         assert "http://" not in self.source
@@ -67,7 +67,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run directories by name: good, bad (exploding, its names hostile), short and empty."""
+    """Run directories by name: good, bad (it explodes and has hostile names), short and empty."""
     path = tmp_path_factory.mktemp("runs")
     quiet = {s: layers({}, {}) for s in (0, 50, 100)}
     return {
@@ -99,11 +99,11 @@ def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_p
     page.check()
     for words in WORDS[name]:
         assert words in page.text
-    # Config, environment and command are there in every case.
+    # Every page has the config, the environment and the command.
     assert "optimizer.peak_lr" in page.text
     assert "versions.jax" in page.text
     assert json.loads(runs[name].environment.read_text())[0]["device_kind"] in page.text
-    # Loss; three rules and W_Q; tokens per second.
+    # The figures: the loss, three rules, W_Q, and tokens per second.
     drawn = {"good": 6, "bad": 6, "short": 2, "empty": 1}[name]
     assert page.tags.count("figure") == drawn
     folded = {"good": 2, "bad": 2}.get(name, 0) + len(["environment", "config"])
@@ -116,12 +116,12 @@ def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_p
 def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions, alarms, tmp_path):
     page = Page(write_run_page(runs[name], lambda *_: "", tmp_path / "page.html"))
     drawn = re.findall(r"<figure>.*?</figure>", page.source)
-    # Five figures, each with the step of the explosion and that of the value that is not finite.
+    # Five figures mark the step of the explosion and the step of the non-finite value.
     assert sum(figure.count(f"stroke: {style.EXPLOSION}") for figure in drawn) == explosions
     loss, *rules = drawn[:4]
     assert re.findall(r">(row_sums|delta|scores)</text>", loss) == alarms
     assert loss.count(f"stroke: {style.ALARM}") == len(alarms)
-    # The losses of all steps; of the bad run also a cross, as a shape and where it is used.
+    # The losses of all steps. For the bad run also a cross, which counts as a shape and as its use.
     assert loss.count(f"stroke: {style.RAW}") == (3 if name == "bad" else 1)
     if name != "short":
         dashed = [figure.count(f"stroke: {style.THRESHOLD}") for figure in rules]
@@ -130,11 +130,11 @@ def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions
             f"rule {rule}: ≥" in figure
             for rule, figure in zip(("scores", "row_sums", "delta"), rules, strict=True)
         ] == [True] * len(RULES)
-    assert "DejaVu" not in page.source  # the reader's own fonts
+    assert "DejaVu" not in page.source  # the reader's fonts are used
 
 
 def test_signals_across_steps_are_drawn_where_they_are_recorded(tmp_path):
-    """Σ of the errors is signed: the line is that of the head where it is largest in size."""
+    """Sums of errors have signs: the figure shows the head with the largest absolute value."""
     sums = {0: [1.0, 0.0], 50: [2.0, -50.0], 100: [3.0, -900.0]}
     signals = {s: layers({"delta_error_cumulative": value}, {}) for s, value in sums.items()}
     run_dir = record_run(tmp_path / "run", FALLING, signals)
@@ -174,13 +174,13 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     assert "but only since the run went back once to step 100" in page.text
     loss = re.findall(r"<figure>.*?</figure>", page.source)[0]
     assert ">rollback</text>" in loss
-    assert f"stroke: {style.THRESHOLD}" in loss  # no summary, so no unigram model: the undone
-    # A line at step 100, and nine crosses: their shape and where it is used.
+    assert f"stroke: {style.THRESHOLD}" in loss  # without a unigram model, it marks undone steps
+    # A line at step 100 and nine crosses, which count once as a shape and once per use.
     assert loss.count(f"stroke: {style.ALARM}") == 1 + 1 + 9
 
 
 def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
-    # δ was measured at the first step alone, and the loss goes on after the last diagnostics.
+    # δ was measured at the first step only, and losses go on after the last diagnostics.
     signals = {0: layers({"query_gradient_error_relative": [0.1, 0.2]}, {}), 100: layers({}, {})}
     history = History.read(record_run(tmp_path / "run", FALLING, signals))
     health = judge(history)
@@ -194,7 +194,7 @@ def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_pat
     curves = [value for name, value in page.attributes if name == "d" and "M0 " in value]
     row = re.compile(r"score_maximum</code></td><td><svg.*?</svg></td><td>nan</td><td>5</td>")
     assert len(row.findall(page.source)) == 1
-    # A curve of each head: from the left edge on, with a gap where a value is not finite.
+    # One curve per head, which begins at the left edge and has a gap at a non-finite value.
     assert sum(value.startswith("M0 ") and value.count("M0 ") == HEADS for value in curves) >= 8
 
 

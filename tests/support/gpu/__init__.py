@@ -1,1 +1,1 @@
-"""The compiled GPU kernels on a device, or for one: problems, checks, targets."""
+"""Problems, checks and targets for the compiled GPU kernels, with or without a device."""

@@ -1,6 +1,6 @@
-"""What is checked of the compiled kernels on a device: one table, for the tests and the record.
+"""The checks of the compiled kernels on a device, in one table for the tests and the record.
 
-Every check is a frozen record whose `outcome()` measures and returns a JSON object with `passed`.
+Every check is a frozen record. Its `outcome()` measures and returns a JSON object with `passed`.
 """
 
 import dataclasses
@@ -59,30 +59,31 @@ Record = dict[str, Any]
 
 
 class Check(Protocol):
-    """A row of the table."""
+    """One row of the table."""
 
     @property
     def case(self) -> str:
-        """The problem; checks of one case share its oracle."""
+        """The name of the problem; checks of one case share its oracle."""
         ...
 
     def outcome(self) -> Record:
-        """What was measured, what it may be at most, and whether it `passed`."""
+        """The measurements, their limits, and whether the check `passed`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Errors against float64, at most twice those of the same numerics in NumPy; equal bits.
+    """Errors are at most twice those of the same numerics in NumPy; two runs give equal bits.
 
-    Stochastic rounding may err four times as much, and every result by `noise`.
+    The errors are measured against float64. Stochastic rounding may err four times as much, and
+    every result may err by `noise`.
     """
 
     case: str
     preset: str
     rule: str = "standard"
-    delta: str | None = None  # None: the preset's
-    kv_block: KvBlock | None = None  # None: a step of one tile
+    delta: str | None = None  # None: the choice of the preset
+    kv_block: KvBlock | None = None  # None: a step is one tile
 
     def outcome(self) -> Record:
         problem, exact = PROBLEMS[self.case], oracle(self.case)
@@ -113,7 +114,7 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-    """q, k and v in one array give the bits that they give apart."""
+    """q, k and v in one array give the same bits as three arrays."""
 
     case: str
     preset: str
@@ -128,10 +129,10 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ties:
-    """Ties counted by a warp are those that are found by exchanging counts: the same bits of O.
+    """Counting ties within a warp gives the same bits of O as exchanging counts between warps.
 
-    A row-max rule moves m where it finds a tie, and P̄ is rounded against another m: nothing but the
-    last bits of O tells. The standard rule gives others.
+    A row-max rule moves m where it finds a tie, and P̄ is then rounded against another m. Only the
+    last bits of O show it. The standard rule gives other bits.
     """
 
     case: str
@@ -160,10 +161,10 @@ class Ties:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Points:
-    """Each of some points in bfloat16 is there: the result lies nearer to it on than off.
+    """Each given bfloat16 point is there: the result lies nearer to the run with it than without.
 
-    Measured in units of the distance between the two, as in `test_points.closer`; without the
-    point the distance would be 1.
+    The distance is measured in units of the distance between these two runs, as in
+    `test_points.closer`. If the point were missing, it would be 1.
     """
 
     points: tuple[str, ...]
@@ -186,7 +187,8 @@ class Points:
         }
 
     def _reaches(self, point: str) -> set[str]:
-        # `stats` has rounded the l that `normalizer` rounds: a second time changes nothing.
+        # `stats` has already rounded the l that `normalizer` rounds, so a second rounding changes
+        # nothing.
         again = point == "normalizer" and "stats" in self.points
         return set() if again else ROUNDINGS[point]
 
@@ -198,10 +200,11 @@ class Points:
 class SignedError:
     """The errors of `exact` that add up with one sign are 100 times below those of `flash`.
 
-    Per head ‖Σ e‖ / √(Σ ‖x‖²) over the rows, e the error of x: the relative error in RMS where
-    signs are random, up to √T times as much where they agree. The values of q, k, v are those of
-    bfloat16. In float32 arrays (stored in which the gradients are not rounded again) all results
-    are compared, in bfloat16 arrays O before its rounding, and δ formed from it.
+    Measured per head as ‖Σ e‖ / √(Σ ‖x‖²) over the rows, where e is the error of x. This is the
+    relative RMS error where signs are random, and up to √T times as much where they agree. q, k and
+    v hold bfloat16 values. With float32 arrays, whose gradients are stored without another
+    rounding, all results are compared. With bfloat16 arrays, O before its rounding and the δ formed
+    from it are.
     """
 
     case: str
@@ -225,7 +228,7 @@ class SignedError:
         return dataclasses.replace(PROBLEMS[self.case], dtype=self.dtype)
 
     def _errors(self, chosen: Numerics) -> dict[str, float]:
-        """The largest over the heads, of every result."""
+        """The signed error of every result, the largest over the heads."""
         problem = PROBLEMS[self.case]
         arrays, extras = operands_of(problem)
         arrays = {name: x if name == "dlse" else x.astype(self.dtype) for name, x in arrays.items()}
@@ -245,14 +248,14 @@ class SignedError:
 
 
 def signed_error(x: np.ndarray, exact: np.ndarray) -> float:
-    """‖Σ e‖ / √(Σ ‖x‖²) over batch and rows of [B, T, N, H], the largest over the heads."""
+    """The largest ‖Σ e‖ / √(Σ ‖x‖²) of a head, over batch and rows of [B, T, N, H]."""
     total = np.linalg.norm((x - exact).sum((0, 1)), axis=-1)
     return float(np.max(total / np.sqrt((exact**2).sum((0, 1, 3)))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomBits:
-    """Stochastic rounding of every point draws the bits that `tiled` draws."""
+    """Stochastic rounding at every point draws the same bits as `tiled`."""
 
     case: str = "causal"
 
@@ -274,7 +277,7 @@ class RandomBits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundTo:
-    """Rounding of all codes, midpoints and their neighbours, bit for bit that of `ml_dtypes`."""
+    """Rounding of all codes, midpoints and their neighbours has the same bits as `ml_dtypes`."""
 
     fmt: str
     how: str
@@ -293,10 +296,12 @@ class RoundTo:
 class WholePowers:
     """2^(x − n) is 2^-n times 2^x bit for bit, for all x ≤ 0 that `arithmetic.powers` forms.
 
-    And for all that `hopper.powers` forms, 64 and more below it, whose powers are normal numbers.
+    It also holds for all x that `hopper.powers` forms, which are lower by 64 and more and whose
+    powers are normal numbers.
 
-    The instruction is an approximation. `matched` has one P̄ in both passes if it errs alike for
-    every whole part of its operand, S₂ − M. Above 0, where no operand of P̄ is, it errs otherwise.
+    The instruction is an approximation. `matched` has the same P̄ in both passes if the instruction
+    errs alike for every whole part of its operand, S₂ − M. Above 0, where no operand of P̄ lies, it
+    errs differently.
     """
 
     case: str = "powers"
@@ -321,10 +326,10 @@ class WholePowers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EveryFloat32:
-    """All 2³² of them: `round_to` is monotone, and kernels give its bits.
+    """For all 2³² float32 numbers, `round_to` is monotone and kernels give the same bits.
 
-    With `RoundTo` that is all: between a code and the last number that rounds to it, both of which
-    are right there, a monotone rounding has no other value to give.
+    Together with `RoundTo` this is a full check. `RoundTo` shows that a code and the last number
+    that rounds to it are right, and between the two a monotone rounding has no other value to give.
     """
 
     fmt: str
@@ -341,8 +346,8 @@ class EveryFloat32:
 def wrong_roundings(first: jax.Array, *, fmt: str, how: str, n: int) -> jax.Array:
     """How many of the float32 with the bits first, first + 1, ... first + n − 1 are rounded wrong.
 
-    Signs aside bits ascend with the numbers, −∞ and ∞ being last before NaN, so NaN stands for
-    overflow where a format has no ∞.
+    Apart from the sign, bits ascend with the numbers. ∞ is the last number before NaN, so NaN
+    stands for overflow in formats without ∞.
     """
     words = first + jnp.arange(n, dtype=jnp.uint32)
     x = float32_of(words)
@@ -372,7 +377,7 @@ def round_by_xla(x: Any, fmt: str) -> jax.Array:
 
 
 def round_in_kernel(x: Any, fmt: str, *, point: str) -> jax.Array:
-    """`Rounder` in a compiled kernel of its own."""
+    """Rounds an array with `Rounder` in a compiled kernel of its own."""
     place = Place(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
 
     def rounded(x: jax.Array) -> jax.Array:
@@ -385,7 +390,7 @@ def round_in_kernel(x: Any, fmt: str, *, point: str) -> jax.Array:
 
 
 def in_kernel(function: Callable[[jax.Array], jax.Array]) -> Callable[[Any], jax.Array]:
-    """A function of every float32 of an array by itself, as a compiled kernel computes it."""
+    """Returns `function`, elementwise on float32, computed by a compiled kernel."""
     return functools.partial(_in_kernel, function)
 
 
@@ -410,8 +415,8 @@ def _in_kernel(function: Callable[[jax.Array], jax.Array], x: Any) -> jax.Array:
 
 ROUNDINGS_ON_DEVICE: dict[str, Callable[[Any, str], jax.Array]] = {
     "xla": round_by_xla,
-    "kernel_value": functools.partial(round_in_kernel, point="scores"),  # stays in float32
-    "kernel_operand": functools.partial(round_in_kernel, point="probs"),  # goes into a product
+    "kernel_value": functools.partial(round_in_kernel, point="scores"),  # stays float32
+    "kernel_operand": functools.partial(round_in_kernel, point="probs"),  # becomes an operand
 }
 
 
@@ -466,7 +471,7 @@ CHECKS: list[Check] = [
 
 
 def record_of(check: Check) -> Record:
-    """The outcome of a check, with its name and fields; a disagreement on −inf did not pass."""
+    """The outcome of a check, with its name and fields; a disagreement on lse = −inf fails it."""
     assert dataclasses.is_dataclass(check)
     record = {"check": type(check).__name__, **dataclasses.asdict(check)}
     try:

@@ -1,4 +1,4 @@
-"""The problems that the compiled kernels are given on a device, and what they may err by."""
+"""The problems for the compiled kernels on a device, and the errors that are allowed."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from kernel_calls import CASES, COMPILED, RULES, Call, call_of
 
 from lowprec_attn.numerics import KvBlock, Numerics
 
-# Shapes of several default tiles each; the last ones are hard in their values.
+# Each shape spans several default tiles. The values of the last ones are hard.
 LONG = Case(batch=1, rows=1024, keys=1024, head_size=64, dtype="bfloat16", is_causal=True)
 LARGE = {
     "grouped_1024": dataclasses.replace(LONG, batch=2, heads=4, kv_heads=2),
@@ -48,7 +48,7 @@ LARGE = {
     "large_positive_scores_1024": dataclasses.replace(LONG, values="large_positive_scores"),
     "large_negative_scores_1024": dataclasses.replace(LONG, values="large_negative_scores"),
 }
-# Those whose q, k and v fit into one array.
+# The problems whose q, k and v fit into one array.
 PACKED = {
     "long_4096": LARGE["long_4096"],
     "head_80_1024": LARGE["head_80_1024"],
@@ -57,7 +57,8 @@ PACKED = {
     ),
     "float32_1024": LARGE["float32_1024"],
 }
-# Presets and rules are crossed on two: float32 of the harness, and 16 bits with default tiles.
+# Presets and rules are crossed on two problems: float32 of the harness, and 16 bits with default
+# tiles.
 CROSSED = {
     "both_lengths_repeated_maxima": CASES["both_lengths_repeated_maxima"],
     "grouped_lengths_repeated_maxima": Case(
@@ -72,7 +73,7 @@ CROSSED = {
         values="repeated_maxima",
     ),
 }
-# Steps of several tiles: ties within them, a cut last step, all keys, heads of 128 and 80.
+# Steps of several tiles: ties within a step, a cut last step, all keys, head sizes 128 and 80.
 LONG_STEPS: dict[str, KvBlock] = {
     "repeated_maxima_2048": 512,
     "off_tile_lengths": 512,
@@ -82,7 +83,7 @@ LONG_STEPS: dict[str, KvBlock] = {
     "grouped_lengths_repeated_maxima": 96,
     "both_lengths_repeated_maxima": 32,
 }
-# Most rows tie in most steps, in every layout of scores that the default tiles give.
+# Most rows tie in most steps, for every layout of scores that the default tiles produce.
 TIES = {
     f"ties_head_{head_size}_{dtype}": dataclasses.replace(
         LONG, rows=300, keys=300, head_size=head_size, dtype=dtype, values="small_integers"
@@ -108,10 +109,10 @@ def oracle(case: str) -> harness.Arrays:
 
 @functools.cache
 def noise(case: str) -> harness.Arrays:
-    """What an ulp of error in every score does, and half an ulp of the gradients as stored.
+    """The effect of an error of one ulp in every score, plus half an ulp of the stored gradients.
 
-    The largest entry of a gradient may stand alone (a dominant key's), and its sum may be stored as
-    the neighbour of that which `plain` stores.
+    The largest entry of a gradient may belong to one dominant key alone. Its sum may then be stored
+    as the neighbour of the value that `plain` stores.
     """
     problem, exact = PROBLEMS[case], oracle(case)
     of_scores = harness.score_noise(problem, harness.inputs(problem))
@@ -121,7 +122,7 @@ def noise(case: str) -> harness.Arrays:
 
 
 def device_call(case: str, chosen: Numerics, rule: str, kv_block: KvBlock | None = None) -> Call:
-    """Small tiles for the cases of the harness, default tiles for larger ones.
+    """A call with small tiles for the cases of the harness, and default tiles for larger ones.
 
     kv_block: None for a step of one tile.
     """
@@ -133,7 +134,7 @@ def device_call(case: str, chosen: Numerics, rule: str, kv_block: KvBlock | None
 
 
 def describe(case: Case) -> str:
-    """`B2 T1024 S1024 N4 K2 H64 bfloat16 causal`."""
+    """The problem in words, for example `B2 T1024 S1024 N4 K2 H64 bfloat16 causal`."""
     sizes = zip(
         "BTSNKH",
         (case.batch, case.rows, case.keys, case.heads, case.kv_heads, case.head_size),

@@ -1,7 +1,7 @@
-"""Reads by matrix products, which Mosaic GPU's interpreter leaves out of its check for races.
+"""Races of matrix products, which Mosaic GPU's interpreter does not check.
 
-A product reads its operands in shared memory as a copy does, by the asynchronous proxy: what
-threads have written there must have been committed, and waited for.
+A product reads its operands from shared memory through the asynchronous proxy, as a copy does.
+Before the read, writes by threads must have been committed and waited for.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 
 def check_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels traced from here on report the races of their products too. Needs JAX 0.11."""
+    """Makes kernels that are traced from here on report races of products. Needs JAX 0.11."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
     multiply = callbacks.wgmma

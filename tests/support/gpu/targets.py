@@ -1,4 +1,4 @@
-"""GPUs that code is compiled for on a host without one."""
+"""GPUs that code is compiled for on a host without a GPU."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU that code is compiled for: its name, compute capability, bytes of shared memory.
+    """A GPU that code is compiled for: its name, compute capability and bytes of shared memory.
 
-    Shared memory: of one multiprocessor; a program may take 1024 bytes less.
+    The shared memory is that of one multiprocessor; a program may use 1024 bytes less.
     """
 
     kind: str
@@ -21,7 +21,7 @@ class Target:
     shared_memory: int
 
     def __str__(self) -> str:
-        """The text of a GpuTargetConfigProto; what it leaves open matters to no kernel."""
+        """The text of a GpuTargetConfigProto; no kernel depends on the fields left out."""
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -46,20 +46,20 @@ B200 = Target("NVIDIA B200", (10, 0), 228 * 1024)
 
 
 def mesh_of(kind: str) -> AbstractMesh:
-    """One GPU of a kind, for `jax.sharding.use_abstract_mesh`: lowering asks what it is."""
+    """A mesh of one GPU for `jax.sharding.use_abstract_mesh`; lowering asks for its kind."""
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def devices_of(target: Target, count: int = 1) -> list[Any]:
-    """So many GPUs of one host, none of which need be here."""
+    """`count` GPUs of one host, which need not exist here."""
     return topologies.get_topology_desc(
         platform="cuda", topology_name="x", target_config=str(target), topology=f"1x1x{count}"
     ).devices
 
 
 def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
-    """The function for one GPU, with arguments of these shapes."""
+    """The function lowered for one GPU, with arguments of these shapes."""
     (device,) = devices_of(target)
     there = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)

@@ -1,1 +1,1 @@
-"""Commands, processes and pages from the outside: broken inputs, kills, a browser."""
+"""Commands, processes and pages, seen from outside: broken inputs, kills, a browser."""

@@ -1,4 +1,4 @@
-"""Chromium without a window, for the tests of pages: Qt WebEngine, of the extra `browser`."""
+"""Headless Chromium for the tests of pages: Qt WebEngine, from the extra `browser`."""
 
 import json
 import os
@@ -39,8 +39,8 @@ class Browser:
     """A window of Chromium.
 
     Attributes:
-      messages: of the console since the last page was opened, whatever their level.
-      requests: URLs that were asked for since then, the page's own first. Only files are served.
+      messages: console messages of every level since the last page was opened.
+      requests: URLs requested since then, the page's own first. Only files are served.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Browser:
         """Loads a page.
 
         Args:
-          path: of the file.
-          width: of the window, in pixels.
+          path: the file of the page.
+          width: the width of the window, in pixels.
           dark: whether to show the colours for readers who prefer dark ones. Without a desktop Qt
             has no such setting, so the page's media query is made to hold.
         """
@@ -88,14 +88,14 @@ class Browser:
             assert held == 1, f"{held} media queries for dark colours"
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression of JavaScript, as JSON has it."""
+        """The value of a JavaScript expression, converted through JSON."""
         found: list[str] = []
         self._page.runJavaScript(f"JSON.stringify({script})", 0, found.append)
         _wait(lambda: bool(found), script)
         return json.loads(found[0])
 
     def wait_until(self, condition: str) -> None:
-        """Waits for an expression of JavaScript to be true."""
+        """Waits until a JavaScript expression is true."""
         _wait(lambda: self.evaluate(condition), condition)
 
     def click(self, selector: str) -> None:
@@ -112,7 +112,7 @@ class Browser:
     def screenshot(self, path: Path) -> np.ndarray:
         """Writes the whole page as PNG; returns its pixels [height, width, 3].
 
-        It is put together from windows: Chromium draws none of any height.
+        The picture is assembled from several windows, because Chromium limits the height of one.
         """
         height, width = self.evaluate("[document.documentElement.scrollHeight, innerWidth]")
         image = QImage(width, height, QImage.Format.Format_RGB32)
@@ -128,11 +128,11 @@ class Browser:
         return pixels[..., 2::-1].copy()
 
     def _drawn(self) -> None:
-        """Waits for two frames, since the first may have been under way."""
+        """Waits for two frames, because the first may already have been under way."""
         frame = "requestAnimationFrame"
         self.evaluate(f"(window.drawn = 0, {frame}(() => {frame}(() => window.drawn = 1)), 0)")
         self.wait_until("window.drawn == 1")
-        QTest.qWait(100)  # from Chromium's process into the window
+        QTest.qWait(100)  # until Chromium's process has updated the window
 
 
 class _Page(QWebEnginePage):

@@ -1,7 +1,7 @@
 """Broken inputs of commands, drawn at random: damaged files and mistyped words.
 
 A case is a command that would succeed, with one thing broken: a byte, an array, a value of a JSON
-file, a word. It follows from its number alone, so a failure names how to run it again:
+file, a word. It follows from its number alone, so a failure names the command that repeats it:
 
     pytest tests/commands/test_command_fuzz.py -k "diagnose-17"
 """
@@ -25,16 +25,16 @@ from lowprec_attn.lab import experiment
 from lowprec_attn.lab.workdir import ArmRun
 
 SEED = 41
-SECONDS = 30  # that no command may take on inputs of this size
-_LINES = 40  # of an error
+SECONDS = 30  # the limit for a command on inputs of this size
+_LINES = 40  # the limit for an error
 
-# What people and scripts type where a number, a name or a path belongs.
+# Texts that people and scripts type in place of a number, a name or a path.
 WORDS = (
     "", " ", "-", "--", "-1", "0", "1", "3.5", "1e400", "-inf", "nan", "9" * 40, "0x10", "None",
     "true", "[]", "{}", "all", "*", "a\nb", "\x1b[31m", "é", "\udc80", "x" * 5000, "../..", ".",
     "/", "/dev/null/x", "missing", "--help=1", "--config.", "--config.=1", "$(true)", "%s%n",
 )  # fmt: skip
-# What a value of a JSON or TOML file may become.
+# Values that replace a value of a JSON or TOML file.
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 10**30, 0.5, 1e308, float("nan"), "", "x", "\x1b[2J", [], {}, [[]], [None],
     {"a": {"a": []}}, ["x", 1],
@@ -47,8 +47,8 @@ def check(command: str, number: int, directory: Path) -> str:
     """Runs one case; returns `refused` or `served`.
 
     Raises:
-      AssertionError: an exception left the command, its words are none, it wrote over what it
-        reads, or it took too long.
+      AssertionError: an exception left the command, it gave no message, it wrote over its input, or
+        it took too long.
     """
     rng = np.random.default_rng([SEED, list(COMMANDS).index(command), number])
     with contextlib.chdir(directory):
@@ -58,7 +58,7 @@ def check(command: str, number: int, directory: Path) -> str:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = main(arguments)
-            except SystemExit as ended:  # argparse
+            except SystemExit as ended:  # raised by argparse
                 code = ended.code
         told = f"{command}-{number}: {arguments!r:.2000}\nexit {code}\n{err.getvalue()[-3000:]}"
         assert time.monotonic() - start < SECONDS, told
@@ -75,7 +75,7 @@ def check(command: str, number: int, directory: Path) -> str:
 
 
 def _content(path: Path) -> bytes | str | None:
-    """None of what is no file."""
+    """The contents of a file, or the target of a link; None for anything else."""
     if path.is_symlink():
         return f"→ {path.readlink()}"
     return path.read_bytes() if path.is_file() else None
@@ -86,7 +86,7 @@ def _pick(rng: _Rng, options: Any) -> Any:
 
 
 def _damage(rng: _Rng, path: Path) -> None:
-    """One byte, a part, or all of a file; or what stands in its place."""
+    """Damages one byte, a part or all of a file, or replaces or removes the file."""
     data = bytearray(path.read_bytes())
     kind = _pick(rng, ("byte", "byte", "cut", "cut", "doubled", "zeros", "empty", "other", "gone"))
     if kind == "byte" and data:
@@ -111,7 +111,7 @@ def _damage(rng: _Rng, path: Path) -> None:
 
 
 def _retyped(rng: _Rng, value: Any) -> Any:
-    """A JSON value in which one thing is another or is gone."""
+    """A JSON value in which one entry is replaced or removed."""
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -132,9 +132,9 @@ def _retyped(rng: _Rng, value: Any) -> Any:
 
 
 def _mistype(rng: _Rng, arguments: list[str]) -> list[str]:
-    """One word is another, is gone, stands twice or elsewhere."""
+    """Replaces, removes, repeats or moves one word."""
     words = list(arguments)
-    at = int(rng.integers(1, len(words)))  # the command stays
+    at = int(rng.integers(1, len(words)))  # the command itself stays
     kind = _pick(rng, ("word", "word", "value", "gone", "twice", "moved"))
     if kind == "value" and "=" in words[at]:
         words[at] = words[at].partition("=")[0] + "=" + _pick(rng, WORDS)
@@ -150,7 +150,7 @@ def _mistype(rng: _Rng, arguments: list[str]) -> list[str]:
 
 
 def _capture(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """`diagnose` of an npz, one of whose arrays is another."""
+    """`diagnose` of an npz file in which one array is replaced."""
     draw = rng.standard_normal
     arrays: dict[str, Any] = {
         n: draw((1, 16, 2, 8)).astype(np.float32) for n in ("q", "k", "v", "do")
@@ -202,7 +202,7 @@ def _capture(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _damaged_capture(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """`diagnose` of an npz whose bytes are damaged."""
+    """`diagnose` of an npz file whose bytes are damaged."""
     draw = np.random.default_rng(0).standard_normal
     np.savez("a.npz", **{n: draw((1, 16, 2, 8)).astype(np.float32) for n in ("q", "k", "v", "do")})
     _damage(rng, Path("a.npz"))
@@ -225,7 +225,7 @@ def _diagnose_words(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _run_directory(rng: _Rng) -> tuple[Path, list[Path]]:
-    """A finished run of a tiny model, one of whose files is damaged or retyped."""
+    """A finished run of a tiny model, with one file damaged or retyped."""
     run = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "run", "run"))
     files = sorted(path for path in run.rglob("*") if path.is_file())
     named = [path for path in files if path.suffix in (".json", ".jsonl", ".txt")]
@@ -267,7 +267,7 @@ def _collect(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _experiment(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """`lab run` of a definition that is damaged; the text is missing, so that nothing trains."""
+    """`lab run` of a damaged definition, whose text is missing so that nothing trains."""
     text = (
         'config = "gpt2_bf16:tiny"\nseeds = [1, 2]\npositive_control = "flash"\n\n[shared]\n'
         'steps = 2\n\n[arms.flash]\nattention.numerics = "flash"\n\n'
@@ -296,7 +296,7 @@ def _lab_words(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _train_words(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """Of `train` on a text that is missing, so that nothing trains."""
+    """`train` on a missing text, so that nothing trains."""
     fields = (
         "steps",
         "batch_size",
@@ -343,8 +343,8 @@ def _prepare(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _check_words(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """`check` of a function that refuses every call, so that nothing is judged."""
-    module = Path(f"ours_{rng.integers(10**9)}.py")  # modules are imported once
+    """`check` of a function that refuses every call, so that nothing is measured."""
+    module = Path(f"ours_{rng.integers(10**9)}.py")  # a module is imported only once
     module.write_text("import jax\ndef f(q, k, v): raise ValueError('not here')\n")
     options = ["--window=3,0", "--soft-cap=5", "--tokens=16", "--head-size=8", "--scale=0.5"]
     options += ["--seed=1", "--keyword=mask=mask", "--dtype=float16", "--json=o.json"]
@@ -356,7 +356,7 @@ def _check_words(rng: _Rng) -> tuple[list[str], list[Path]]:
 
 
 def _llama(rng: _Rng) -> tuple[list[str], list[Path]]:
-    """`diagnose` of a folder whose config is damaged, without weights, so that nothing computes."""
+    """`diagnose` of a folder with a damaged config and no weights, so that nothing computes."""
     folder = Path("model")
     folder.mkdir()
     config = {
@@ -385,7 +385,7 @@ def _llama(rng: _Rng) -> tuple[list[str], list[Path]]:
     return ["diagnose", "model", "--text=ids.npy", "--numerics=flash"], paths
 
 
-# Names, and what makes arguments and the files that they read, in the current directory.
+# Functions that make the arguments of each command and, in the current directory, its input files.
 COMMANDS: dict[str, Callable[[_Rng], tuple[list[str], list[Path]]]] = {
     "arrays": _capture,
     "npz": _damaged_capture,

@@ -1,8 +1,8 @@
-"""Processes of their own that need not import what all of them import.
+"""Processes that start quickly, because they inherit imported libraries by a fork.
 
-They are forked from a server (`multiprocessing`'s) that has imported the libraries, which takes a
-fresh interpreter two seconds, and none of this package. All else is as in a process that a shell
-starts: signals, locks, standard streams, the exit code, what is done at the exit.
+The server of `multiprocessing` that forks them has imported the libraries, which takes a fresh
+interpreter two seconds, but nothing of this package. All else is as in a process that a shell
+starts: signals, locks, standard streams, the exit code, and the work at exit.
 """
 
 import atexit
@@ -39,12 +39,13 @@ _FORKS.set_forkserver_preload(
 
 
 class Fork:
-    """A function in a process of its own; the methods of `subprocess.Popen` that tests use.
+    """A function in its own process, with the methods of `subprocess.Popen` that tests use.
 
     Args:
-      function: what it runs, found by its module and name; returns the exit code, or None for 0.
-      arguments: of the function.
-      environment: of the process; values of JAX's options among them count, as at a start.
+      function: the function to run, found by its module and name; returns the exit code, or None
+        for 0.
+      arguments: the arguments of the function.
+      environment: the environment of the process. JAX reads its options from it, as at a start.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Fork:
         self._process = _FORKS.Process(
             target=_run,
             args=(streams, environment, function, arguments),
-            daemon=True,  # ends with the tests at the latest
+            daemon=True,  # so that it ends with the tests at the latest
         )
         self._process.start()
 
@@ -74,17 +75,17 @@ class Fork:
             os.kill(self.pid, number)
 
     def printed(self) -> str:
-        """What it has printed on the standard output so far."""
+        """The standard output of the process so far."""
         out, _ = self._streams
         return out.read_text() if out.exists() else ""
 
     def wait_for_lines(self, count: int) -> None:
-        """Waits until so many lines are on its standard output, or it has ended."""
+        """Waits for `count` lines on standard output, or for the end of the process."""
         while self.printed().count("\n") < count and self.returncode is None:
             time.sleep(0.002)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed on the two streams by its end."""
+        """Waits for the end of the process; returns its standard output and error."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self._process), timeout)
@@ -104,20 +105,20 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     _read_options_anew(environment)
-    gc.freeze()  # what all of them share is searched for garbage by none
+    gc.freeze()  # spares the garbage collector the shared objects
     gc.set_threshold(50_000, 20, 20)
     try:
         code = function(*arguments)
     except SystemExit as end:
         code = end.code
-    # `multiprocessing` leaves these out.
+    # `multiprocessing` skips these two steps.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.exit(code)
 
 
 def _read_options_anew(environment: dict[str, str]) -> None:
-    """JAX reads its options when it is imported, which was before the fork."""
+    """Sets JAX's options from the environment, because JAX read them before the fork."""
     import jax
 
     for option, kind in (
@@ -131,6 +132,6 @@ def _read_options_anew(environment: dict[str, str]) -> None:
 
 
 def import_as_the_first(module: str) -> None:
-    """In a process of its own: imports a module before all others of this package."""
+    """Imports a module in a process that has imported nothing of this package before."""
     assert not {"lowprec_attn", "pallas_kernels"} & sys.modules.keys()
     importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""What a kill or a loss of power leaves of a directory, at every instant of what changes it."""
+"""The state of a directory after a kill or a power loss, at every instant of a change."""
 
 import contextlib
 import functools
@@ -13,15 +13,15 @@ CHANGES = ["rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"]
 def snapshots_of(monkeypatch, directory, target, change, copy_to=None):
     """Runs `change`; copies `directory` before and after every operation on the file system.
 
-    A copy is what a kill at that instant would leave behind. Returns them in their order.
+    Returns the copies in order. Each is what a kill at that instant would leave behind.
     """
     copies = []
     copy_to = copy_to or functools.partial(shutil.copytree, directory)
-    idle = threading.Lock()  # held while copying, which itself makes directories
+    idle = threading.Lock()  # held during a copy, which creates directories itself
 
     def copy():
         copies.append(target / str(len(copies)))
-        # TensorStore's threads go on meanwhile: a file may vanish while it is copied.
+        # TensorStore's threads continue meanwhile, so a file may vanish while it is copied.
         with contextlib.suppress(shutil.Error, FileNotFoundError):
             copy_to(copies[-1])
 
@@ -44,28 +44,28 @@ def snapshots_of(monkeypatch, directory, target, change, copy_to=None):
 
 
 def as_synced(synced, now):
-    """Nothing but what fsync has brought to the disk."""
+    """Only the bytes that fsync has written to the disk."""
     return synced
 
 
 def half_of_the_rest(synced, now):
-    """As well half of what was appended since."""
+    """The synced bytes and half of the bytes appended since."""
     if not now.startswith(synced):
         return synced
     return now[: (len(synced) + len(now)) // 2]
 
 
 def zeros_for_the_rest(synced, now):
-    """The size has reached the disk, and what was appended has not: zeros, on some file systems."""
+    """The synced bytes, and zeros for appended ones: on some file systems only the size arrives."""
     return synced + bytes(max(len(now) - len(synced), 0))
 
 
 class Disk:
-    """What of a directory a machine that loses its power finds again: what fsync has brought there.
+    """The part of a directory that a machine finds again after a power loss.
 
-    A file has the contents of its last fsync, and none before; of what was appended since, any part
-    may be there as well. A directory has the names of its last fsync, and any of the changes since,
-    for these may reach the disk at any time.
+    A file has its contents at its last fsync, or none before the first; any part of the bytes
+    appended since may be there as well. A directory has the names of its last fsync, and any of the
+    changes made since, because these may reach the disk at any time.
     """
 
     def __init__(self, root):
@@ -75,7 +75,7 @@ class Disk:
 
     def keep(self, path):
         status = path.stat()
-        self.held.setdefault(status.st_ino, os.open(path, os.O_RDONLY))  # so none is used again
+        self.held.setdefault(status.st_ino, os.open(path, os.O_RDONLY))  # held open for its inode
         if path.is_dir():
             self.names[status.st_ino] = self.listed(path)
         else:
@@ -91,16 +91,16 @@ class Disk:
         return {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(path)}
 
     def image(self, target, reached, of_file=as_synced):
-        """Writes what is found.
+        """Writes the directory as the machine finds it.
 
         Args:
           target: a directory to make.
-          reached: (directory, its names as synced, and now) -> those that have reached the disk.
-          of_file: (its bytes as synced, and now) -> those that have.
+          reached: maps (directory, its names as synced, its names now) to the names on the disk.
+          of_file: maps (its bytes as synced, its bytes now) to the bytes on the disk.
         """
         while True:
-            # TensorStore's threads go on meanwhile. What was seen before a file vanished would make
-            # an image that lacks the rest, which no loss of power leaves.
+            # TensorStore's threads continue meanwhile. If a file vanishes, start over: an image of
+            # the files seen before it would lack the rest, which no power loss causes.
             with contextlib.suppress(FileNotFoundError):
                 names, now = self._found(reached)
                 break
@@ -117,7 +117,7 @@ class Disk:
         write(self.root.stat().st_ino, target)
 
     def _found(self, reached):
-        """Names that have reached the disk, by directory, and the bytes of files that are there."""
+        """The names on the disk by directory, and the current bytes of the files."""
         names, now = dict(self.names), {}
         for path in (self.root, *self.root.rglob("*")):
             inode = path.stat().st_ino

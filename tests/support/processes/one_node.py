@@ -1,4 +1,4 @@
-"""A Slurm of one node, this host, for as long as a test needs it; any user may start it."""
+"""A Slurm cluster of one node, this host, for the duration of a test; any user may start it."""
 
 import getpass
 import os
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
-_SECONDS = 60.0  # until the node is idle
+_SECONDS = 60.0  # the limit until the node is idle
 _CONFIGURATION = """\
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -40,17 +40,17 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str:
-    """Why there can be none here; empty if there can."""
+    """Why Slurm cannot run here; empty if it can."""
     absent = [name for name in DAEMONS if shutil.which(name) is None]
     return f"needs slurm: no {', '.join(absent)} here (apt install slurm-wlm)" if absent else ""
 
 
 @contextmanager
 def one_node(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `srun` and `sbatch` find it.
+    """Yields the environment in which `srun` and `sbatch` find the cluster.
 
     Args:
-      folder: empty, with a short path: of its files, and of a socket.
+      folder: an empty folder for files and a socket, whose path must be short.
     """
     for name in ("munge", "state", "spool"):
         (folder / name).mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""A program in two processes that find each other at a port of this machine."""
+"""A program in two processes, which find each other at a port of this machine."""
 
 import os
 import socket
@@ -14,11 +14,11 @@ def free_port() -> int:
 
 
 def in_two_ranks(program: str, arguments: Sequence[str], **environment: str) -> list[str]:
-    """What a program printed as rank 0 and as rank 1, each of which must end well.
+    """Runs a program as rank 0 and rank 1, which must both succeed; returns what each printed.
 
     Args:
-      program: Python that takes its rank, then `arguments`.
-      environment: variables beside those of this process.
+      program: Python source that takes its rank, then `arguments`.
+      environment: variables in addition to those of this process.
     """
     processes = [
         subprocess.Popen(

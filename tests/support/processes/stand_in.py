@@ -1,9 +1,9 @@
-"""A stand-in for `train.py` that ends at once, as its arm says; what tests of the lab share."""
+"""A stand-in for `train.py` that ends at once as its arm says; tests of the lab share it."""
 
 import json
 import time
 
-# Writes what the trainer writes, as far as the lab reads it, and then does what `config.act` says.
+# Writes those outputs of the trainer that the lab reads, then does what `config.act` says.
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 words = [word.lstrip("-").removeprefix("config.").split("=", 1) for word in sys.argv[1:]]

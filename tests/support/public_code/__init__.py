@@ -1,1 +1,1 @@
-"""The public code of arXiv 2510.04212: read, recorded, and called as the library does."""
+"""The public code of arXiv 2510.04212: a reading of it, its record, and calls of the library."""

@@ -1,4 +1,4 @@
-"""The library called as the public code was: its presets and rules beside those of the reading."""
+"""The library, called as the public code is, with the presets and rules of the reading."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ def forward_and_backward(call: Call, arrays: dict[str, jax.Array]) -> dict[str, 
     return call.forward_and_backward(arrays)
 
 
-# As a user's program is compiled; where only large differences count; operation by operation.
+# Compiled as a user's program; compiled quickly, for large differences; operation by operation.
 WAYS = {
     "optimized": optimized(forward_and_backward, static_argnums=0),
     "quick": jax.jit(forward_and_backward, static_argnums=0),
@@ -62,6 +62,6 @@ WAYS = {
 
 
 def library(call: Call, arrays: dict[str, np.ndarray], way: str = "optimized") -> Any:
-    """out dq dk dv [N, T, H], float32."""
+    """out dq dk dv, float32 [N, T, H]."""
     result = WAYS[way](call, arrays)
     return by_head({name: np.asarray(x).astype(np.float32) for name, x in result.items()})

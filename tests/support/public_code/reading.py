@@ -1,11 +1,11 @@
-"""What the public code of arXiv 2510.04212 computes, in NumPy: a reading of its source, twice.
+"""What the public code of arXiv 2510.04212 computes: a reading of its source in NumPy, twice.
 
 `EAGER` takes every operation by itself, as PyTorch's dispatcher runs it under bfloat16 autocast:
-products, and whatever adds in place to a bfloat16 array, round; exp, log and sums are float32.
-`COMPILED` leaves out the roundings that the compiler leaves out of what its trainer runs.
-docs/who_rounds_what.md holds both against what the code computed on a GPU. Nothing here comes
-from the library. Causal, one query head per key head; arrays [N, T, H], float32 holding bfloat16
-values.
+products, and in-place additions to a bfloat16 array, round; exp, log and sums are float32.
+`COMPILED` leaves out the roundings that the compiler removes from the program of the trainer.
+docs/who_rounds_what.md compares both with what the code computed on a GPU. Nothing here comes from
+the library. The mask is causal, with one query head per key head. Arrays are [N, T, H], in float32
+with bfloat16 values.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Rule = Literal["standard", "published", "bounded"]
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """Nearest-even."""
+    """Rounds to bfloat16, to nearest even."""
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -30,9 +30,9 @@ def bf16(x: np.ndarray) -> np.ndarray:
 class Result:
     """O, gradients, and lse [N, T]; O and gradients are bfloat16 values.
 
-    `sizes` holds what each of `out`, `dq`, `dk` and `dv` would be if nothing cancelled: every term
-    of every sum, and of dP − δ, taken by its size. An entry far below it is what float32 sums in
-    some order leave.
+    `sizes` holds what `out`, `dq`, `dk` and `dv` would each be if nothing cancelled: every term of
+    every sum, and of dP − δ, counts with its absolute value. An entry that is far smaller than its
+    size is a remainder of float32 sums, and depends on their order.
     """
 
     out: np.ndarray
@@ -45,19 +45,20 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Roundings:
-    """Where an operation of the source rounds to bfloat16; False: the compiler leaves it out.
+    """Which operations of the source round to bfloat16; False if the compiler removes the rounding.
 
-    What rounds in either way has no field: q kᵀ, P̄ and P as operands, P̄V, the final l where lse is
-    formed from it, O, dP, dS · scale, the products of each tile for dQ, dK, dV, and dQ, dK, dV.
+    Roundings that always happen have no field: q kᵀ, P̄ and P as operands, P̄V, the final l where
+    lse is formed from it, O, dP, dS · scale, the products of each tile for dQ, dK, dV, and dQ, dK,
+    dV.
     """
 
-    scaled_scores: bool  # q kᵀ · scale; nothing to round where the scale is a power of two
+    scaled_scores: bool  # q kᵀ · scale; exact where the scale is a power of two
 
     shift: bool  # S − m and m_old − m_new, before exp
-    tie_threshold: bool  # the maximum less 1e-3, down to which an entry repeats it
-    accumulator: bool  # α Ō and α Ō + P̄V, in place
-    running_stats: bool  # m and l, where the next step reads them
-    divisor: bool  # the final l, where Ō is divided by it
+    tie_threshold: bool  # the maximum minus 1e-3; an entry at or above it repeats the maximum
+    accumulator: bool  # α Ō and α Ō + P̄V, both in place
+    running_stats: bool  # m and l, as the next step reads them
+    divisor: bool  # the final l, as the divisor of Ō
     products_of_delta: bool  # dO ∘ O
     gradient_sums: bool  # dQ, dK, dV after every tile, in place
 
@@ -72,8 +73,8 @@ EAGER = Roundings(
     products_of_delta=True,
     gradient_sums=True,
 )
-# `divisor` holds for all rows but those of the first tile, where it depends on how the compiler
-# happens to fuse: without the dynamic maximum they are divided by the l before its rounding.
+# `divisor` holds for all rows except those of the first tile, where it depends on how the compiler
+# happens to fuse. Without the dynamic maximum these rows are divided by the l before its rounding.
 COMPILED = Roundings(
     scaled_scores=False,
     shift=False,
@@ -92,10 +93,10 @@ class Reading:
 
     Attributes:
       rounds: `EAGER` or `COMPILED`.
-      rule: of the row maximum. `standard` and `published` (`STABLE=1`) are the public code's, which
-        also takes the tiles above the diagonal and clamps the sum of a step from below. `bounded`
-        is not its own: the maximum moves by at most 20, nothing is clamped, and tiles above the
-        diagonal are left out.
+      rule: the rule of the row maximum. `standard` and `published` (`STABLE=1`) are those of the
+        public code, which also computes the tiles above the diagonal and clamps the sum of a step
+        from below. `bounded` is not: it moves the maximum by at most 20, clamps nothing, and skips
+        the tiles above the diagonal.
       step: queries and keys of a tile.
     """
 
@@ -104,7 +105,7 @@ class Reading:
     step: int = STEP
 
     def attend(self, arrays: dict[str, np.ndarray]) -> Result:
-        """O, lse and the gradients of q k v by dO."""
+        """O, lse and the gradients of q, k and v for the cotangent dO."""
         q, do = arrays["q"], arrays["do"]
         out, size, lse = np.zeros_like(q), np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
         for rows in self._tiles(q):
@@ -114,7 +115,7 @@ class Reading:
         return Result(out=out, lse=lse, **grads, sizes={"out": size, **sizes})
 
     def _forward(self, arrays: dict[str, np.ndarray], rows: slice) -> tuple[np.ndarray, ...]:
-        """O, the size of its terms, and lse of one tile of queries."""
+        """O, the size of its terms, and lse, for one tile of queries."""
         rounds, maybe, q = self.rounds, self._maybe, arrays["q"][:, rows]
         m = np.full((*q.shape[:2], 1), LOWEST, np.float32)
         l, acc, size = np.zeros_like(m), np.zeros_like(q), np.zeros_like(q)
@@ -141,7 +142,7 @@ class Reading:
     def _backward(
         self, arrays: dict[str, np.ndarray], lse: np.ndarray, products: np.ndarray
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The gradients, and the sizes of their terms; `products` add up to δ."""
+        """The gradients and the sizes of their terms; the entries of `products` sum to δ."""
         q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
         scale = np.float32(q.shape[-1] ** -0.5)
         grads = {f"d{name}": np.zeros_like(arrays[name]) for name in ("q", "k", "v")}
@@ -159,7 +160,7 @@ class Reading:
         for rows in self._tiles(q):
             for cols in self._tiles(k):
                 if cols.start >= rows.stop:
-                    continue  # P is 0, and nothing is added
+                    continue  # P is 0, so there is nothing to add
                 p = np.exp(self._scores(arrays, rows, cols, -np.inf) - lse[:, rows])
                 dp = bf16(do[:, rows] @ v[:, cols].swapaxes(1, 2))
                 ds = bf16(p * scale * (dp - delta[:, rows]))
@@ -173,7 +174,7 @@ class Reading:
     def _scores(
         self, arrays: dict[str, np.ndarray], rows: slice, cols: slice, fill: float
     ) -> np.ndarray:
-        """S of a tile, `fill` above the diagonal."""
+        """S of a tile, with `fill` above the diagonal."""
         q, k = arrays["q"][:, rows], arrays["k"][:, cols]
         s = bf16(q @ k.swapaxes(1, 2)) * np.float32(q.shape[-1] ** -0.5)
         s = self._maybe(s, self.rounds.scaled_scores)
@@ -181,7 +182,7 @@ class Reading:
         return np.where(positions[rows][:, None] < positions[cols], np.float32(fill), s)
 
     def _step_maximum(self, s: np.ndarray) -> np.ndarray:
-        """A step's row maximum; where it repeats, moved as the rule says."""
+        """The row maximum of a step; moved by the rule where it repeats."""
         m = s.max(-1, keepdims=True)
         if self.rule == "standard":
             return m

@@ -1,1 +1,1 @@
-"""Records of runs that nobody made, as today's and earlier versions write them."""
+"""Made-up records of runs, in the format of this version and earlier ones."""

@@ -1,4 +1,4 @@
-"""Records of runs that nobody made, for what is counted over them."""
+"""Made-up records of arms, for tests of what is counted over them."""
 
 from typing import Any
 
@@ -20,5 +20,5 @@ _FIELDS = {
 
 
 def arm_record(arm: Arm, **fields: Any) -> ArmRecord:
-    """A run of 1,000 steps that held and kept nothing, but for these fields."""
+    """The record of a run of 1,000 steps that held and kept nothing, except for `fields`."""
     return ArmRecord(arm=arm, **(_FIELDS | fields))

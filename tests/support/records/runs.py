@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, from made-up losses and signals."""
+"""Run directories as training leaves them, with made-up losses and signals."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ QUIET = {
 
 
 def layers(*changes: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """The signals of so many layers at one step; `changes` give some of a layer's, per head."""
+    """The signals of `len(changes)` layers at one step; each change replaces signals, per head."""
     quiet = {name: [value] * HEADS for name, value in QUIET.items()}
     return {f"layer_{i}": quiet | change for i, change in enumerate(changes)}
 
@@ -38,7 +38,7 @@ def record_run(
     failure: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> RunDir:
-    """Writes a run directory; `changes` of the config have dotted names, as in `tiny_config`."""
+    """Writes a run directory; `changes` name config fields with dots, as in `tiny_config`."""
     with RunDir.open(path, tiny_config(**changes)) as run_dir:
         with MetricsWriter(run_dir, 0) as writer:
             for step in range(max(len(losses), *signals, -1, 0) + 1):
