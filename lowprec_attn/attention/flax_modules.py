@@ -33,22 +33,21 @@ def attention_fn(
 ) -> Callable[..., Array]:
     """Returns the `attention_fn` of a Flax layer, such as `nnx.MultiHeadAttention`.
 
-    **Causality.** The kernels skip hidden tiles only if they know that attention is causal. Pass
-    `is_causal=True`, here or in the call of an NNX module. A causal mask whose values are known
-    when the call is traced (a NumPy array, or one made outside `jit`) counts as `is_causal=True`,
-    because Linen's modules pass nothing but a mask. Any other mask, including one made inside
-    `jit`, stays a dense mask, and tiles that it hides are not skipped.
+    The kernels skip hidden tiles only if they know that attention is causal. Pass `is_causal=True`,
+    here or in the call of an NNX module. A causal mask whose values are known when the call is
+    traced (a NumPy array, or one made outside `jit`) counts as `is_causal=True`, because Linen's
+    modules pass nothing but a mask. Any other mask, including one made inside `jit`, stays a dense
+    mask, and tiles that it hides are not skipped.
 
-    **Masks** are boolean, or 0/1 as `make_causal_mask` returns them. If a mask and `is_causal=True`
-    are both given, a row sees only the keys that both allow, as in Flax.
+    Masks are boolean, or 0/1 as `make_causal_mask` returns them. If a mask and `is_causal=True` are
+    both given, a row sees only the keys that both allow, as in Flax.
 
-    **Decoding.** A call with one query, a mask and more than one key is a decoding step
-    (`decode=True`). Flax's mask hides the part of the cache that is not yet written, so the query
-    stands at the last key that the mask shows. A window is counted from there. Causality hides no
-    further key.
+    A call with one query, a mask and more than one key is a decoding step (`decode=True`). Flax's
+    mask hides the part of the cache that is not yet written, so the query stands at the last key
+    that the mask shows. A window is counted from there. Causality hides no further key.
 
-    **Other calls** with equally many queries and keys count both from 0. With unequal numbers, as
-    in cross-attention, positions cannot be compared, so `is_causal` and `local_window_size` are
+    Other calls with equally many queries and keys count both from 0. With unequal numbers, as in
+    cross-attention, positions cannot be compared, so `is_causal` and `local_window_size` are
     refused unless the call passes a `query_offset`.
 
     Args:
