@@ -1,7 +1,7 @@
 """`Numerics`: one field per place inside attention where a value is rounded.
 
-All arithmetic is float32. A point is a place where a value is rounded to another format. S are the
-scores, P̄ the probabilities before the division by l, and Ō is the output before that division
+All arithmetic is float32. A point is a place where a value is rounded to another format. Let S be
+the scores, P̄ the probabilities before the division by l, and Ō the output before that division
 (`lowprec_attn.attention.reference` has the legend of all letters):
 
     S  = round_scores(round_query(q) round_key(k)ᵀ · scale + bias)
@@ -31,10 +31,9 @@ is the maximum of q kᵀ, and
 
     P̄  = 2^(fma(q kᵀ, c, −round_float32(c m)))              P  = 2^(fma(q kᵀ, c, −lse · log2 e))
 
-with the fused multiply-add rounded once. The exponent is fma(S, log2 e, −m · log2 e) instead if S
-itself must be formed, because `scores` rounds it or a bias is added, if m is rounded, or if the
-scale is traced or not positive. With `exponent='unfused'`, both products and their difference are
-rounded separately:
+with the fused multiply-add rounded once. The exponent is fma(S, log2 e, −m · log2 e) instead if
+`scores` rounds S, if a bias is added to S, if m is rounded, or if the scale is traced or not
+positive. With `exponent='unfused'`, both products and their difference are rounded separately:
 
     P̄  = 2^(round_float32(c q kᵀ) − round_float32(c m))
     P  = 2^(round_float32(c q kᵀ) − round_float32(lse · log2 e))
@@ -89,21 +88,20 @@ With a soft cap c (an argument of the call, not a rounding), S is formed in floa
 before the mask. If the products q kᵀ would be kept in place of S, t is kept in place of S, and
 c = cap · log2 e in the formulas of the exponent above. tanh is the function of the platform, with
 an error of up to 5 ulp. FlashAttention's `tanh.approx` errs by 2^-11, which with a cap of 50
-changes an exponent by 0.02. The backward pass forms t in float32 again, and changes to
+changes an exponent by 0.02. The backward pass forms t in float32 again, with these changes:
 
     dQ, dK, the gradient of the scale: (1 − t)(1 + t) dS in place of dS, rounded once, at `ds`
     δ  = 'normalized': r and s as above, and round_probs_bwd(P (1 − t)(1 + t)) k in the place of
                        round_probs_bwd(P) k
 
-The cap does not enter dV and the gradient of a bias. Rows of dS sum to zero, because softmax does
+The cap enters neither dV nor the gradient of a bias. Rows of dS sum to zero, because softmax does
 not change if a row of S is shifted. Rows of (1 − t)(1 + t) dS need not sum to zero, because the cap
 turns no shift of a row of q kᵀ into a shift of S. `delta='after_cast'` and `mean_key='subtracted'`
 are refused, because they assume that these rows do sum to zero.
 
 With `mean_key='subtracted'`, dQ uses k − k̄ rounded to the format of k in place of k, where k̄ is
-the mean of all keys. Without dlse, rows of dS sum to zero up to rounding, so that in exact
-arithmetic dQ is the same. With dlse, scale · dlse · k̄ is added back to dQ, so that it is the same
-here too.
+the mean of all keys. Without dlse, rows of dS sum to zero up to rounding, so dQ does not change in
+exact arithmetic. With dlse it would change, so scale · dlse · k̄ is added back to dQ.
 """
 
 import dataclasses
@@ -203,9 +201,9 @@ class Numerics:
 
     Attributes:
       query, key, value, do: q, k, V and dO as attention reads them. q, k and V are rounded in both
-        passes. If scales belong to blocks along the axis of a product (mx, nvfp4), products that
-        sum over different axes read different roundings, and δ reads dO itself, as in cuDNN. dQ, dK
-        and dV are the gradients with respect to the rounded arrays.
+        passes. If scales belong to blocks along the axis of a product (mx, nvfp4), an array is
+        rounded separately for each axis over which products sum, and δ reads dO itself, as in
+        cuDNN. dQ, dK and dV are the gradients with respect to the rounded arrays.
       scores, probs, pv, rescale, accumulator, probs_bwd, dp, ds: see the module.
       shift: the exponents of P̄ and α. An exponent below −128, where exp is 0, becomes −128.
       stats: m and l after every step.
