@@ -6,7 +6,7 @@ sees no key has −inf. The largest score has no gradient.
 
 The softmax computes the largest score of each step anyway, before it applies its row-max rule. To
 keep the largest score from step to step costs one maximum per row and step. Where m after the last
-step is the largest score, only the store costs anything. In all other cases m differs from it:
+step is the largest score, only the store costs anything. In all other cases m may differ from it:
 `LazyMax` keeps an m up to `threshold` in base 2 below it, `DynamicMax` puts m up to `max_shift`
 above it, `PublishedMax` any distance above it, and `whole_max` up to 1 in base 2 above it. A sink
 may exceed the scores of all keys, and `stats` rounds m.

@@ -33,7 +33,7 @@ def statistic(place: Place, name: str) -> Place:
 
 
 def tile_number(first: Array, which: int) -> Array:
-    """The step number of a tile's contribution to dQ, dK or dV (`which` is 0, 1 or 2).
+    """The `step` of a `Place` for a tile's contribution to dQ, dK or dV (`which` is 0, 1 or 2).
 
     Different numbers give the contributions different random bits. `first` is the index at which
     the tile begins on the axis over which the gradient sums.

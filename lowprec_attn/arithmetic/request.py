@@ -72,7 +72,8 @@ class RandomStream(NamedTuple):
     Attributes:
       seed: two words drawn from a PRNG key.
       batch, head: global index of each batch element [B] and query head [N] of this call. Because
-        of them the bits depend neither on sharding nor on the grouping of heads into calls.
+        these indices are global, the bits depend neither on sharding nor on the grouping of heads
+        into calls.
     """
 
     seed: UInt32[Array, "2"]
@@ -160,7 +161,7 @@ def planes(*arrays: Array) -> tuple[Array, Array, Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The properties of a call by which an implementation decides whether it serves the call.
+    """The properties of a call by which `unsupported(request)` decides whether it can be served.
 
     Attributes:
       spec: the static part of the call.

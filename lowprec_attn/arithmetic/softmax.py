@@ -62,7 +62,9 @@ class Scores(NamedTuple):
 def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
 ) -> Scores:
-    """Returns S = round_scores(q kᵀ · scale + bias); with a soft cap, of c tanh(q kᵀ · scale / c).
+    """Returns S = round_scores(q kᵀ · scale + bias), and the slope of a soft cap.
+
+    With a soft cap c, S = round_scores(c tanh(q kᵀ · scale / c) + bias).
 
     Args:
       q, k: query rows and keys of the tile.

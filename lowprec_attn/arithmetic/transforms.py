@@ -32,7 +32,7 @@ def differentiated_as(function: Callable[..., Any], twin: Callable[..., Any]) ->
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def first_order_only(arrays: _Arrays, implementation: str) -> _Arrays:
-    """Returns the arrays unchanged, but forbids to differentiate them.
+    """Returns the arrays unchanged, but raises an error if the result is differentiated.
 
     The passes of `implementation` that read these arrays have no derivative.
 

@@ -54,9 +54,9 @@ PUBLISHED = FLASH.replace(
 
 Its eager backward pass raises an error. The compiler leaves out the roundings between operations
 that it fuses: the roundings of S − m, of Ō before the division, and of m and l from step to step.
-The preset is faithful for head sizes whose scale is a power of two, because the code rounds q kᵀ
-before the scale. It lacks one detail, the division by the unrounded l in the first 512 rows, which
-`published_as_compiled` has.
+The preset is faithful only for head sizes whose scale is a power of two, because the code rounds
+q kᵀ before the scale. It lacks one detail, the division by the unrounded l in the first 512 rows,
+which `published_as_compiled` has.
 """
 
 PUBLISHED_AS_COMPILED = PUBLISHED.replace(divisor="first_unrounded")
@@ -71,8 +71,8 @@ PUBLISHED_EAGER = PUBLISHED.replace(
 )
 """The same code with every operation run by itself: PyTorch on bfloat16 arrays under autocast.
 
-The preset is faithful for up to two steps of 512 keys, because the code rounds its gradients after
-every tile. It is faithful for head sizes whose scale is a power of two, because the code rounds S
+The preset is faithful only for up to two steps of 512 keys, because the code rounds its gradients
+after every tile, and only for head sizes whose scale is a power of two, because the code rounds S
 before and after the scale.
 """
 
