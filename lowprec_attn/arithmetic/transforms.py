@@ -51,7 +51,7 @@ def _refuse(implementation: str, primals: Any, tangents: Any) -> Any:
 
 
 def named(written: _Arrays) -> _Arrays:
-    """Names all that a forward kernel writes, O and row statistics, `CHECKPOINT_NAME`.
+    """Gives the name `CHECKPOINT_NAME` to all that a forward kernel writes: O and row statistics.
 
     Under a policy of `jax.checkpoint` that saves this name, the kernel does not run a second time.
     Inputs are not named, because projections recompute them. An array that occurs twice in

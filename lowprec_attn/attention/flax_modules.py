@@ -33,11 +33,11 @@ def attention_fn(
 ) -> Callable[..., Array]:
     """Returns the `attention_fn` of a Flax layer, such as `nnx.MultiHeadAttention`.
 
-    The kernels skip hidden tiles only if they know that attention is causal. Pass `is_causal=True`,
-    here or in the call of an NNX module. A causal mask whose values are known when the call is
-    traced (a NumPy array, or one made outside `jit`) counts as `is_causal=True`, because Linen's
-    modules pass nothing but a mask. Any other mask, including one made inside `jit`, stays a dense
-    mask, and tiles that it hides are not skipped.
+    The kernels skip tiles above the diagonal if they know that attention is causal. Pass
+    `is_causal=True`, here or in the call of an NNX module. Linen's modules pass only a mask. A
+    causal mask whose values are known when the call is traced (a NumPy array, or one made outside
+    `jit`) therefore counts as `is_causal=True`. Any other mask, including one made inside `jit`,
+    stays a dense mask, and tiles that it hides are not skipped.
 
     Masks are boolean, or 0/1 as `make_causal_mask` returns them. If a mask and `is_causal=True` are
     both given, a row sees only the keys that both allow, as in Flax.
