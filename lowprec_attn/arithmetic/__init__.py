@@ -1,6 +1,6 @@
-"""The arithmetic of attention, written once: every implementation, kernels included, uses it.
+"""The arithmetic of attention, written once and used by every implementation and kernel.
 
-`recurrence`, `softmax` and `backward` have the equations, `points` and `products` what rounds and
-multiplies, `places`, `visibility`, `layout` and `grid` the tiling, `request` and `transforms` the
-call. Imports `numerics` and `errors`.
+`recurrence`, `softmax` and `backward` hold the equations, `points` and `products` the roundings and
+matrix products, `places`, `visibility`, `layout` and `grid` the tiling, and `request` and
+`transforms` the call. The package imports only `numerics` and `errors`.
 """

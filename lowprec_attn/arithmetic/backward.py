@@ -1,4 +1,4 @@
-"""The backward pass of one tile, every point named: P, dP, δ, dS, what it adds to dQ, dK and dV."""
+"""The backward pass of one tile with every point: P, dP, δ, dS, and its part of dQ, dK and dV."""
 
 import dataclasses
 from typing import NamedTuple
@@ -28,12 +28,16 @@ from lowprec_attn.numerics import Format, Numerics, largest, round_to
 
 
 class BackwardTile(NamedTuple):
-    """P [B, K, G, T, S], unrounded, and dP as rounded at its point.
+    """P and dP of a tile, and what else its gradients need.
 
-    `seen` is True where a row sees a key, and broadcasts to them; None: everywhere. P is 0
-    elsewhere, but dP and δ may not be finite there. `apart` is P̄ as rounded at `probs`, and 1 / l
-    [B, K, G, T, 1], with `divided_in_dv='do'`. `slope` is the derivative of the soft cap.
-    `ds_amax` is that of dS over all tiles where the scale of `ds` asks for it; None: this is all.
+    Attributes:
+      p: P [B, K, G, T, S], unrounded; 0 where a key is hidden.
+      dp: dP as rounded at `dp`. It need not be finite where a key is hidden.
+      seen: True where a row sees a key, broadcastable to P; None if all pairs are seen.
+      apart: with `divided_in_dv='do'`, P̄ as rounded at `probs` and 1 / l [B, K, G, T, 1].
+      slope: the derivative of the soft cap; None without a cap.
+      ds_amax: the amax of dS over all tiles, if the scale of `ds` needs it. With None, the amax of
+        this tile is used.
     """
 
     p: Array
@@ -44,30 +48,33 @@ class BackwardTile(NamedTuple):
     ds_amax: Array | None = None
 
     def behind_cap(self, x: Array) -> Array:
-        """P or dS, the gradient of S, times dS / d(scale · q kᵀ), which is 1 without a soft cap."""
-        # Of a hidden pair the slope may not be finite.
+        """Multiplies P or dS by dS / d(scale · q kᵀ), the slope of a soft cap (1 if none)."""
+        # The slope of a hidden pair need not be finite.
         return x if self.slope is None else _where_seen(self.seen, x * self.slope)
 
 
 def undivided_probabilities(
     s: Array, statistics: RowStatistics, spec: Spec, extras: Extras, place: Place
 ) -> Array:
-    """P̄ = exp(S − m), rounded at `probs` where it is recomputed so; or P = exp(S − lse)."""
+    """Returns P̄ = exp(S − m) if the statistics are m and 1 / l, else P = exp(S − lse).
+
+    With `recomputed_probs='rounded'`, P̄ is rounded at `probs`.
+    """
     subtracted, inverse_l = statistics
     if inverse_l is None:
-        # A row without keys has lse = −inf; its scores are all masked and exp must give 0.
+        # A row without keys has lse = −inf. Its scores are all masked, and exp must return 0.
         subtracted = jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted)
     if spec.numerics.exponent == "whole_max":
         p = power(s, score_unit(spec, extras) * LOG2E, subtracted)
     elif spec.numerics.exponent in ("scale_first", "unfused"):
         unit = score_unit(spec, extras)
-        of_statistic = 1.0 if inverse_l is None else unit  # m counts as the scores do
+        of_statistic = 1.0 if inverse_l is None else unit  # m has the unit of the scores
         p = powers(s, subtracted, unit, of_statistic, spec.numerics.exponent)
     else:
         p = jnp.exp(s - subtracted)
     if spec.numerics.recomputed_probs == "unrounded":
         return p
-    # As in the forward pass: random bits do not depend on the step.
+    # As in the forward pass, the random bits do not depend on the step.
     return Rounder.of(spec, extras)(p, "probs", dataclasses.replace(place, step=0))
 
 
@@ -81,12 +88,12 @@ def backward_tile(
     place: Place,
     seen: Array | None = None,
 ) -> BackwardTile:
-    """P and dP = round_dp(dO round_value(v)ᵀ).
+    """Returns the tile with P and dP = round_dp(dO round_value(v)ᵀ), without slope and `ds_amax`.
 
     Args:
-      s: masked scores, as the forward pass rounded them, [B, K, G, T, S].
-      statistics: of its rows, [B, K, G, T, 1].
-      v, do: values of the block of keys, and dO of the rows, as `operands` reads them.
+      s: masked scores [B, K, G, T, S], rounded as in the forward pass.
+      statistics: the statistics of the rows, [B, K, G, T, 1].
+      v, do: the values of the block and the dO of the rows, as `operands` reads them.
       spec, extras: the call.
       place: the tile.
       seen: see `BackwardTile`.
@@ -97,7 +104,7 @@ def backward_tile(
         p = p_bar * inverse_l
         if spec.numerics.divided_in_dv == "do":
             apart = _where_seen(seen, p_bar), inverse_l
-    p = _where_seen(seen, p)  # the last: 1 / l of a row may not be finite
+    p = _where_seen(seen, p)  # after the product, because 1 / l of a row need not be finite
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen, apart)
 
@@ -107,12 +114,12 @@ def _where_seen(seen: Array | None, x: Array) -> Array:
 
 
 def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.dtype) -> Array:
-    """δ = rowsum(dO ∘ O_saved), float32 [..., T, 1].
+    """Returns δ = rowsum(dO ∘ O_saved), float32 [..., T, 1].
 
     Args:
-      do, o_saved: [..., T, H], or parts of H whose δ are added up.
+      do, o_saved: [..., T, H], or a part of H; the caller then adds up the δ of the parts.
       numerics: `delta='do_o_storage'` rounds the products.
-      dtype: of the queries, which `output` may follow.
+      dtype: dtype of the queries, whose format `output` may follow.
     """
     products = do.astype(jnp.float32) * o_saved.astype(jnp.float32)
     if numerics.delta == "do_o_storage":
@@ -123,34 +130,34 @@ def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.d
 def delta_from_saved_output(
     do: Array, o_saved: Array, rows: Array, spec: Spec, extras: Extras, dtype: np.dtype
 ) -> Array:
-    """δ = round_delta_value(rowsum(dO ∘ O_saved)), [B, K, G, T, 1].
+    """Returns δ = round_delta_value(rowsum(dO ∘ O_saved)), [B, K, G, T, 1].
 
     Args:
-      do, o_saved: [B, K, G, T, H], O as rounded at `output_bwd`.
+      do, o_saved: dO and O [B, K, G, T, H]; O is already rounded at `output_bwd`.
       rows: global row indices [T, 1].
       spec, extras: the call.
-      dtype: of the queries.
+      dtype: dtype of the queries.
     """
     return rounded_delta(delta_from_output(do, o_saved, spec.numerics, dtype), rows, spec, extras)
 
 
 def rounded_delta(delta: Array, rows: Array, spec: Spec, extras: Extras) -> Array:
-    """δ [B, K, G, T, 1] of rows [T, 1] as rounded at `delta_value`."""
+    """Rounds δ [B, K, G, T, 1] of rows [T, 1] at `delta_value`."""
     return Rounder.of(spec, extras)(delta, "delta_value", Place(rows, span(0, 1)[None]))
 
 
 def delta_from_probs(tile: BackwardTile) -> Array:
-    """δ = rowsum(dP ∘ P) over the keys of this tile, not rounded yet, [B, K, G, T, 1]."""
+    """Returns δ = rowsum(dP ∘ P) over the keys of this tile, [B, K, G, T, 1], not yet rounded."""
     return jnp.sum(_where_seen(tile.seen, tile.dp * tile.p), axis=-1, keepdims=True)
 
 
 class Delta(NamedTuple):
-    """What is subtracted from a row, [..., T, 1]: δ from dP, and λ P from dS as rounded.
+    """The row values [..., T, 1] of dS: δ is subtracted from dP, and λ P from the rounded dS.
 
     Attributes:
-      rounded: the δ of the dS that is rounded at `ds`.
-      unrounded: that of the dS that is not, in the gradients of a bias and of the scale.
-      after: λ; None except with `delta='after_cast'`.
+      rounded: the δ in the dS that is rounded at `ds`.
+      unrounded: the δ in the unrounded dS, for the gradients of bias, scale and sinks.
+      after: λ with `delta='after_cast'`, else None.
     """
 
     rounded: Array
@@ -159,9 +166,12 @@ class Delta(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Σ P (dP − δ₀), Σ P [..., T, 1] and Σ round(P) k [..., T, H] of `delta='normalized'`.
+    """The sums over keys that `delta='normalized'` and 'after_cast' need.
 
-    With 'after_cast' the first two are those of dS · scale and of P as rounded.
+    Attributes:
+      p_dp: Σ P (dP − δ₀) [..., T, 1]; with 'after_cast', the sum of dS · scale as rounded at `ds`.
+      p: Σ P [..., T, 1]; with 'after_cast', the sum of P as rounded at `probs_bwd`.
+      pk: Σ round(P) k [..., T, H].
     """
 
     p_dp: Array
@@ -170,13 +180,14 @@ class RowSums(NamedTuple):
 
     @property
     def shift(self) -> Array:
-        """By which δ exceeds δ₀."""
+        """The number by which δ exceeds δ₀; with 'after_cast', λ without the part of dlse."""
         return row_shift(self.p_dp, self.p)
 
     def with_sink(self, sink: SinkColumn, delta: Array, spec: Spec, extras: Extras) -> "RowSums":
-        """The sums over keys and the sink, whose dP is 0: its dS is −P_sink δ₀, which none rounds.
+        """Adds the sink's column to the sums over keys.
 
-        Over all columns P sums to one and dS to zero, so it is these sums that δ is formed of.
+        δ is formed of sums over keys and sink, over which P sums to one and dS to zero. The dP of
+        the sink is 0, so its dS is −P_sink δ₀, which no point rounds.
         """
         ds = -sink.p * delta
         if spec.numerics.delta == "after_cast":
@@ -184,12 +195,12 @@ class RowSums(NamedTuple):
         return RowSums(self.p_dp + ds, self.p + sink.p, self.pk)
 
 
-# Choices of `delta` that ask for the sums, in a pass over the keys before that of dK.
+# The choices of `delta` that need `RowSums`, in a pass over the keys before the pass for dK.
 SUMS_ROWS = ("normalized", "after_cast")
 
 
 def row_shift(p_dp: Array, p: Array) -> Array:
-    """Σ P (dP − δ₀) / Σ P, by which a normalised δ exceeds δ₀; 0 where p is 0, without keys."""
+    """Returns Σ P (dP − δ₀) / Σ P, by which a normalised δ exceeds δ₀; 0 in rows without keys."""
     empty = p == 0
     return jnp.where(empty, jnp.float32(0), p_dp / jnp.where(empty, jnp.float32(1), p))
 
@@ -197,11 +208,12 @@ def row_shift(p_dp: Array, p: Array) -> Array:
 def row_sums(
     tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
 ) -> RowSums:
-    """The sums over the keys of this tile; `delta` is δ₀, [B, K, G, T, 1]."""
+    """Returns the `RowSums` over the keys of this tile; `delta` is δ₀, [B, K, G, T, 1]."""
     n = spec.numerics
-    # Rows of dS = P ∘ (dP − δ) sum to zero, because softmax is blind to a shift of a whole row. It
-    # is a shift of S: behind a soft cap, where the slope multiplies dS, rows sum to anything. So
-    # the sums are those of dS and P before it, and what δ lacks takes slope ∘ P from dQ.
+    # Rows of dS = P ∘ (dP − δ) sum to zero, because softmax does not change if a whole row of S is
+    # shifted. Behind a soft cap, where the slope multiplies dS, rows need not sum to zero. The sums
+    # are therefore taken of dS and P before the slope, and the correction of δ subtracts slope ∘ P
+    # from the dS of dQ.
     of_pk = tile.behind_cap(tile.p)
     p = p_rounded = Rounder.of(spec, extras)(of_pk, "probs_bwd", place)
     if n.delta == "after_cast":
@@ -223,23 +235,34 @@ def row_sums(
 
 
 class QueryKeys(NamedTuple):
-    """k − k̄ [B, K, S, H], rounded to the format of k, in the products of dQ; and k̄ [B, K, 1, H]."""
+    """The keys of dQ with `mean_key='subtracted'`.
+
+    Attributes:
+      k: k − k̄ [B, K, S, H], rounded to the format of k, the operand of the product of dQ.
+      mean: k̄ [B, K, 1, H], the mean of all keys.
+    """
 
     k: Array
     mean: Array
 
     def give_back(self, dq: Array, dlse: Array, spec: Spec, extras: Extras) -> Array:
-        """dQ [B, K, G, T, H] with what dlse [B, K, G, T, 1] adds to it by way of the mean."""
+        """Adds to dQ [B, K, G, T, H] the part scale · dlse · k̄, which k − k̄ leaves out of it.
+
+        Rows of dS sum to dlse [B, K, G, T, 1], and not to zero, if lse has a gradient.
+        """
         return dq + scale_of(spec, extras) * dlse * self.mean[:, :, None]
 
 
 def query_keys(k: Array, spec: Spec) -> QueryKeys | None:
-    """Those of `mean_key='subtracted'`; None where dQ is formed of k as it is."""
+    """Returns the `QueryKeys` with `mean_key='subtracted'`, or None if dQ is formed of k itself."""
     return None if spec.numerics.mean_key == "kept" else without_mean(k)
 
 
 def without_mean(k: Array) -> QueryKeys:
-    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_row_sums`."""
+    """Subtracts the mean of all keys from k [B, K, S, H].
+
+    `request.unsupported_row_sums` refuses the calls for which this is wrong.
+    """
     x = k.astype(jnp.float32)
     mean = jnp.mean(x, axis=-2, keepdims=True)
     return QueryKeys(round_to(x - mean, format_of(k)).astype(k.dtype), mean)
@@ -248,17 +271,17 @@ def without_mean(k: Array) -> QueryKeys:
 def corrected(
     dq: Array, sums: RowSums, delta: Array, dlse: Array, spec: Spec, extras: Extras
 ) -> tuple[Array, Delta]:
-    """dQ before rounding at `grads`, and what dS has in dK.
+    """Returns the corrected dQ, before rounding at `grads`, and the `Delta` to use in dK.
 
     Args:
-      dq: that of `delta`, without dlse.
-      sums: over all keys.
+      dq: the dQ that δ₀ gives, without dlse.
+      sums: the sums over all keys.
       delta: δ₀, [..., T, 1].
-      dlse: the gradient of lse, [..., T, 1]. d lse / dS = P, so it enters dS beside δ.
+      dlse: the gradient of lse, [..., T, 1]. Since d lse / dS = P, it enters dS next to δ.
       spec, extras: the call.
     """
     scale = scale_of(spec, extras)
-    # Of a row that sees nothing, dlse may be anything.
+    # The dlse of a row that sees nothing may hold any value.
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
     lacks = _lacking(sums, dlse, scale, spec.numerics)
     if spec.numerics.delta == "after_cast":
@@ -276,15 +299,15 @@ def _lacking(sums: RowSums, dlse: Array, scale: Array, numerics: Numerics) -> Ar
 
 
 def lacking(sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
-    """The factor of round(P) that dQ takes from the dS · scale of δ₀, [..., T, 1]."""
+    """The factor [..., T, 1] of the round(P) that dQ subtracts from the dS · scale of δ₀."""
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
     return _lacking(sums, dlse, scale_of(spec, extras), spec.numerics)
 
 
 class QuerySums(NamedTuple):
-    """Sums over keys [..., T, 1]: of P, of dS · scale as rounded, and of P as rounded.
+    """Sums over keys [..., T, 1]: of P, of the rounded dS · scale, and of the rounded P.
 
-    The last two are behind a soft cap, as dQ multiplies k with them.
+    The last two are taken behind a soft cap, because dQ multiplies k with these values.
     """
 
     p: Array
@@ -293,12 +316,12 @@ class QuerySums(NamedTuple):
 
     @classmethod
     def zeros(cls, like: Array) -> "QuerySums":
-        """Of no key; like: a row statistic."""
+        """The sums over no key; `like` is a row statistic of the right shape."""
         zeros = jnp.zeros_like(like)
         return cls(zeros, zeros, zeros)
 
     def of_query_gradient(self, lacks: Array | None) -> BackwardSums:
-        """Of the dS that dQ has; lacks: see `lacking`, None: nothing."""
+        """The sums of the P and dS in dQ; `lacks` is the result of `lacking`, or None for 0."""
         ds = self.ds if lacks is None else self.ds - lacks * self.p_rounded
         return BackwardSums(self.p, ds)
 
@@ -306,34 +329,35 @@ class QuerySums(NamedTuple):
 def query_sums(
     tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place
 ) -> QuerySums:
-    """Those of the keys of this tile; delta: that of the dS which dQ multiplies."""
+    """Returns the sums over the keys of this tile; `delta` is the δ of the dS in dQ."""
     p_rounded = Rounder.of(spec, extras)(tile.behind_cap(tile.p), "probs_bwd", place)
     ds = rounded_ds(tile, delta, spec, extras, place)
     return QuerySums(*(jnp.sum(x, axis=-1, keepdims=True) for x in (tile.p, ds, p_rounded)))
 
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:
-    """dS = P ∘ (dP − δ), the gradient of S and of the bias, before rounding at `ds`."""
+    """Returns dS = P ∘ (dP − δ), the gradient of S and of the bias, before rounding at `ds`."""
     return _where_seen(tile.seen, tile.p * (tile.dp - delta))
 
 
 def scaled_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras) -> Array:
-    """dS · scale, behind a soft cap: what is rounded at `ds`."""
+    """Returns dS · scale, behind the soft cap if there is one: the value that `ds` rounds."""
     return tile.behind_cap(ds_of(tile, delta)) * scale_of(spec, extras)
 
 
 def rounded_ds(
     tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place, axis: int = -1
 ) -> Array:
-    """dS · scale as rounded at `ds`; axis: that which its product sums over."""
+    """Returns dS · scale as rounded at `ds`; `axis` is the axis over which its product sums."""
     scaled = scaled_ds(tile, delta, spec, extras)
     return Rounder.of(spec, extras)(scaled, "ds", place, axis=axis, amax=tile.ds_amax)
 
 
 def largest_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras) -> Array | None:
-    """`ds_amax` of this tile alone, [B, K, 1, 1, 1] or [1, 1, 1, 1, 1]; None: no scale needs it.
+    """The `ds_amax` of this tile, [B, K, 1, 1, 1] or [1, 1, 1, 1, 1]; None if no scale needs it.
 
-    With `delta='normalized'` it is that of dS without what makes rows sum to zero, in dQ and dK.
+    With `delta='normalized'` it is the amax of dS before the correction that makes rows sum to
+    zero, for dQ and dK alike.
     """
     scaling = spec.numerics.ds.scaling
     if scaling is None or not scaling.needs_largest:
@@ -344,7 +368,7 @@ def largest_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras) -> 
 def query_gradient(
     tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
 ) -> Array:
-    """What the tile adds to dQ, float32 [B, K, G, T, H], as rounded at `tile_grads`."""
+    """The contribution of the tile to dQ, float32 [B, K, G, T, H], rounded at `tile_grads`."""
     n = spec.numerics
     ds = rounded_ds(tile, delta, spec, extras, place)
     dq = seen_dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, format_of(k), tile.seen)
@@ -362,10 +386,10 @@ def key_gradients(
     extras: Extras,
     place: Place,
 ) -> tuple[Array, Array]:
-    """What the tile adds to dK and dV, float32 [B, K, S, H], summed over the query heads.
+    """The contributions of the tile to dK and dV, float32 [B, K, S, H], summed over query heads.
 
-    At `tile_grads` the product of each query head is rounded by itself. q and do are those of
-    products over rows (`operands`).
+    `tile_grads` rounds the product of each query head by itself. `q` and `do` are the operands
+    `q_of_dk` and `do_of_dv` of `BackwardOperands`.
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     ds = rounded_ds(tile, delta.rounded, spec, extras, place, axis=-2)
@@ -396,12 +420,12 @@ def key_gradients(
 
 
 def scaled_rows(rows: Array, head_size: int) -> Place:
-    """The place of λ q, or of dO / l, of rows [T, 1]: its random bits are not those of dS or P."""
+    """The place of λ q or dO / l of rows [T, 1]; its random bits are not those of dS or P."""
     return Place(rows, span(0, head_size)[None], 1)
 
 
 def scale_gradient(tile: BackwardTile, delta: Array, q: Array, k: Array) -> Array:
-    """Contribution of one tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
+    """The contribution of a tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
     ds = tile.behind_cap(ds_of(tile, delta))
     return jnp.sum(_where_seen(tile.seen, ds * query_key_products(q, k)))
 
@@ -409,11 +433,11 @@ def scale_gradient(tile: BackwardTile, delta: Array, q: Array, k: Array) -> Arra
 def round_gradients(
     dq: Array, dk: Array, dv: Array, inputs: Grouped, spec: Spec
 ) -> tuple[Array, Array, Array]:
-    """The finished float32 sums, rounded at `grads` and stored in the dtypes of the inputs."""
+    """Rounds the finished float32 sums at `grads` and converts them to the dtypes of the inputs."""
 
     def finished(x: Array, like: Array, which: int) -> Array:
         h = x.shape[-1]
-        # dK and dV have no group axis; `which` tells the three arrays' random bits apart.
+        # dK and dV have no group axis. `which` gives the three arrays different random bits.
         x5 = x if x.ndim == 5 else x[:, :, None]
         place = Place(span(0, x.shape[-2])[:, None], span(0, h)[None], which)
         rounded = Rounder.of(spec, inputs.extras)(x5, "grads", place, like.dtype)

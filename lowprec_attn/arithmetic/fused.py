@@ -1,8 +1,9 @@
-"""A fused multiply-add, x · factor + y rounded once, of any float32 arithmetic.
+"""A fused multiply-add, x · factor + y rounded once, from plain float32 arithmetic.
 
-XLA may contract a multiplication and an addition on a CPU and does not on a GPU; nothing asks it
-to. So the product is formed of factors of 12 bits, exactly, whether contracted or not, and the sum
-with y is rounded once (Boldo and Melquiond, Emulation of FMA, IEEE TC 57, 2008, figure 4).
+XLA may contract a multiplication and an addition into a fused one on a CPU, and does not on a GPU.
+A program cannot ask for it. The code here therefore splits the factors into parts of 12 bits, whose
+products are exact with or without contraction, and rounds the sum with y once (Boldo and Melquiond,
+Emulation of FMA, IEEE TC 57, 2008, figure 4).
 """
 
 from functools import partial
@@ -14,32 +15,38 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 _UPPER = 0xFFFF_F000  # sign, exponent and 11 of 23 bits: with the leading one, 12 of 24
-# Within these no part of a product overflows. Parts below 2^-126 are lost: no power of two shows
-# them.
+# Below these limits no part of a product overflows. Parts below 2^-126 are lost, but they are too
+# small to change a power of two.
 _LARGEST_X, _LARGEST_Y = np.float32(2.0**96), np.float32(2.0**120)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def multiply_add(x: Float32[Array, "..."], factor: float, y: Array) -> Float32[Array, "..."]:
-    """x · factor + y, rounded once to nearest; y broadcasts to x.
+    """Returns x · factor + y, rounded once to nearest; y broadcasts to x.
 
-    Where x reaches 2^96, or y 2^120, or one is not finite, product and sum are rounded each.
+    Where |x| reaches 2^96, |y| reaches 2^120, or one of them is not finite, the product and the sum
+    are rounded separately.
 
     Args:
       x: float32.
-      factor: known when compiled, taken as float32; from 2^-64 to 2^24.
+      factor: a number known at compile time, from 2^-64 to 2^24; it is rounded to float32.
       y: float32.
     """
     return multiply_add_in_kernel(x, factor, y)
 
 
 def rounded_product(x: Float32[Array, "..."], factor: float) -> Float32[Array, "..."]:
-    """x · factor, which no compiler contracts with a sum that it enters; args as above."""
+    """Returns x · factor, rounded, in a form that no compiler contracts with a following sum.
+
+    Args:
+      x: float32.
+      factor: as in `multiply_add`.
+    """
     return multiply_add(x, factor, jnp.zeros_like(x))
 
 
 def multiply_add_in_kernel(x: Array, factor: float, y: Array) -> Array:
-    """The same for bodies of interpreted kernels: no rule for a derivative to lower."""
+    """`multiply_add` for bodies of interpreted kernels, without the rule for derivatives."""
     c = np.float32(factor)
     y = jnp.broadcast_to(y, x.shape)
     usual = (jnp.abs(x) < _LARGEST_X) & (jnp.abs(y) < _LARGEST_Y)
@@ -71,17 +78,17 @@ def _fused(x: Array, c: np.float32, y: Array) -> Array:
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b rounded, and what that leaves (Knuth)."""
+    """Returns a + b rounded, and the exact rounding error (Knuth)."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)
 
 
 def _to_odd(a: Array, b: Array) -> Array:
-    """a + b rounded to odd: one rounding more, to nearest, is then as if it were the only one."""
+    """Returns a + b rounded to odd, so that rounding it to nearest later rounds a + b only once."""
     total, error = _two_sum(a, b)
     bits = _bits(total)
-    # Away from zero where what is left has the sign of the sum.
+    # Step away from zero if the rounding error has the sign of the sum, else toward zero.
     step = jnp.where((_bits(error) ^ bits) >> 31 == 0, jnp.int32(1), jnp.int32(-1))
     odd = _as_float(lax.bitcast_convert_type(bits.astype(jnp.int32) + step, jnp.uint32))
     return jnp.where((error != 0) & (bits & 1 == 0), odd, total)

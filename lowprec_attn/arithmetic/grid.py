@@ -1,4 +1,4 @@
-"""Cutting the arrays of one attention call into query tiles and blocks of keys."""
+"""Cuts the arrays of one attention call into query tiles and blocks of keys."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from lowprec_attn.arithmetic.layout import Grouped, sum_to_shape
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras
 
-# Of a tile: traced in a loop, or a number.
+# The index of a tile: traced in a loop, or a Python number.
 Index = Array | int
 
 
@@ -18,10 +18,10 @@ Index = Array | int
 class Grid:
     """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
 
-    With `every_block` blocks of keys above the causal diagonal or outside the window are visited
-    too, to no effect. Rows stand at their index plus an offset, one per batch element, from
-    `least_offset` to `largest_offset`.
-    Arrays are grouped as in `layout`, with the sequence on the axis before the last.
+    With `every_block`, blocks of keys above the causal diagonal or outside the window are visited
+    too, without effect on the results. The position of a row is its index plus an offset, one per
+    batch element; offsets lie from `least_offset` to `largest_offset`. Arrays are grouped as in
+    `layout`, with the sequence on the axis before the last.
     """
 
     rows: int
@@ -46,7 +46,7 @@ class Grid:
 
     @property
     def kv_padding(self) -> int:
-        """Keys that pad the last block."""
+        """Number of keys that pad the last block."""
         return self.kv_blocks * self.block_kv - self.keys
 
     @property
@@ -63,7 +63,7 @@ class Grid:
         return jnp.maximum(first_row - self.window[0], 0) // self.block_kv
 
     def kv_end(self, i: Index) -> Array | int:
-        """The end of the key blocks that query tile i visits."""
+        """The end (exclusive) of the key blocks that query tile i visits."""
         if self.every_block or not (self.is_causal or self.window):
             return self.kv_blocks
         last_row = (i + 1) * self.block_q + self.largest_offset
@@ -72,17 +72,17 @@ class Grid:
         return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)
 
     def place(self, i: Index, j: Index) -> Place:
-        """Global rows and columns of tile (i, j)."""
+        """The global rows and columns of tile (i, j)."""
         rows = span(i * self.block_q, self.block_q)[:, None]
         return Place(rows, span(j * self.block_kv, self.block_kv)[None])
 
     def pad(self, x: Grouped) -> Grouped:
-        """Zero padding to whole tiles."""
+        """Pads all arrays with zeros to whole tiles."""
         k, v = (self.pad_keys(a) for a in (x.k, x.v))
         return Grouped(self.pad_rows(x.q), k, v, self.pad_extras(x.extras))
 
     def pad_extras(self, extras: Extras) -> Extras:
-        """Zero padding of masks, biases and segments to whole tiles."""
+        """Pads mask, bias and segments with zeros to whole tiles."""
         bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
         extras = extras._replace(bias=bias, mask=mask)
         if extras.query_segments is not None and extras.key_segments is not None:
@@ -93,11 +93,11 @@ class Grid:
         return extras
 
     def pad_rows(self, x: Array, value: float = 0.0) -> Array:
-        """Padding of query rows to whole tiles."""
+        """Pads query rows with `value` to whole tiles."""
         return _pad(x, -2, self.q_tiles * self.block_q, value)
 
     def pad_keys(self, x: Array) -> Array:
-        """Zero padding of keys to whole blocks."""
+        """Pads keys or values with zeros to whole blocks."""
         return _pad(x, -2, self.kv_blocks * self.block_kv)
 
     def _pad_pairs(self, x: Array) -> Array:
@@ -106,20 +106,20 @@ class Grid:
         return _pad(x, -1, self.kv_blocks * self.block_kv) if x.shape[-1] > 1 else x
 
     def query_rows(self, x: Array, i: Index) -> Array:
-        """Query tile i of padded rows."""
+        """Returns query tile i of padded rows."""
         return lax.dynamic_slice_in_dim(x, i * self.block_q, self.block_q, axis=x.ndim - 2)
 
     def key_rows(self, x: Array, j: Index) -> Array:
-        """Block j of padded keys or values."""
+        """Returns block j of padded keys or values."""
         return lax.dynamic_slice_in_dim(x, j * self.block_kv, self.block_kv, axis=x.ndim - 2)
 
     def pairs(self, x: Array, i: Index, j: Index) -> Array:
-        """Tile (i, j) of a mask or bias; axes of length 1 stay."""
+        """Returns tile (i, j) of a padded mask or bias; axes of length 1 stay as they are."""
         starts, sizes = self._pair_window(x.shape, i, j)
         return lax.dynamic_slice(x, starts, sizes)
 
     def segments(self, extras: Extras, i: Index, j: Index) -> tuple[Array | None, Array | None]:
-        """Segments of the rows and of the keys of tile (i, j), [B, T] and [B, S]."""
+        """Returns the segments of the rows and the keys of tile (i, j), [B, T] and [B, S]."""
         queries, keys = extras.query_segments, extras.key_segments
         if queries is None or keys is None:
             return None, None
@@ -152,7 +152,7 @@ class Grid:
         return lax.dynamic_update_slice(total, old + sum_to_shape(ds, tuple(sizes)), starts)
 
     def unpad_rows(self, tiles: Array) -> Array:
-        """Stacked query tiles [tiles, ..., block_q, H] to rows [..., T, H]."""
+        """Joins query tiles [tiles, ..., block_q, H] to rows [..., T, H], without the padding."""
         x = jnp.moveaxis(tiles, 0, -3)
         x = x.reshape(*x.shape[:-3], self.q_tiles * self.block_q, x.shape[-1])
         return x[..., : self.rows, :]

@@ -1,4 +1,4 @@
-"""Heads of a layer, grouped by their arithmetic."""
+"""Groups the heads of a layer by their arithmetic."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ class HeadGroup:
     """Query heads that share their arithmetic.
 
     Attributes:
-      heads: their indices, ascending.
-      numerics, row_max: their roundings and their row-max rule.
+      heads: indices of the heads, ascending.
+      numerics, row_max: the roundings and the row-max rule that they share.
     """
 
     heads: tuple[int, ...]
@@ -21,10 +21,10 @@ class HeadGroup:
 
 
 def group_heads(arithmetic: Iterable[tuple[Numerics, RowMax]]) -> tuple[HeadGroup, ...]:
-    """The groups of heads with equal entries, in the order of their first heads.
+    """Groups heads that have equal arithmetic; the groups are ordered by their first heads.
 
     Args:
-      arithmetic: numerics and row-max rule of every head.
+      arithmetic: the numerics and the row-max rule of every head.
     """
     heads: dict[tuple[Numerics, RowMax], list[int]] = {}
     for head, shared in enumerate(arithmetic):

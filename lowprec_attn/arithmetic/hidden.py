@@ -1,8 +1,9 @@
-"""Rows that see no key and keys that no row sees: what their arrays hold reaches no result.
+"""Keeps the values of rows that see no key, and of keys that no row sees, out of all results.
 
 A product with 0 does not hide NaN or infinity. The plain implementations drop hidden pairs one by
-one (`products.seen_dot`). A kernel gets arrays with zeros in the rows that are hidden from every
-other one; a key that some row of its head sees stays as it is for all of them.
+one (`products.seen_dot`). A kernel instead receives arrays with zeros in the queries that see no
+key and in the keys that no query sees. A key that some row of its head sees stays as it is for all
+rows.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from lowprec_attn.arithmetic import visibility
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
 
-_FAR = 2**30  # beyond every array
+_FAR = 2**30  # longer than any array
 
 
 class Seen(NamedTuple):
@@ -25,7 +26,10 @@ class Seen(NamedTuple):
     keys: Array
 
     def clean(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        """q, k and v, or one packed array of them, with zeros where nothing sees or is seen."""
+        """Returns the arrays with zeros in rows that see no key and keys that no row sees.
+
+        The arrays are q, k and v, or one array that packs them.
+        """
         sides: tuple[Array, ...] = (self.rows, self.keys, self.keys)
         if len(arrays) == 1:
             sides = (jnp.stack(jnp.broadcast_arrays(*sides), axis=2),)
@@ -35,7 +39,7 @@ class Seen(NamedTuple):
         )
 
     def without_gradients(self, o: Array, lse: Array) -> tuple[Array, Array]:
-        """O [B, T, N, H] and lse [B, T, N]; gradients of rows that see nothing go no further."""
+        """Returns O [B, T, N, H] and lse [B, T, N] without gradients in rows that see no key."""
         return (
             jnp.where(self.rows[..., None], o, lax.stop_gradient(o)),
             jnp.where(self.rows, lse, lax.stop_gradient(lse)),
@@ -45,17 +49,20 @@ class Seen(NamedTuple):
 def seen_by_any(
     extras: Extras, spec: Spec, q: Array, k: Array, *, ends_at_lengths: bool
 ) -> Seen | None:
-    """What is seen at all in a call of q [B, T, N, H] and k [B, S, K, H]; None where all is.
+    """Finds the rows that see a key and the keys that a row sees; None if nothing is to be hidden.
 
-    ends_at_lengths: the implementation loads nothing beyond them, which without a window leaves no
-    more to hide.
+    Args:
+      extras, spec: the call.
+      q, k: arrays [B, T, N, H] and [B, S, K, H], used for their shapes.
+      ends_at_lengths: whether the implementation loads nothing beyond the lengths. Without a mask,
+        segments or a window nothing else needs to be hidden then.
     """
     rows, keys = q.shape[1], k.shape[1]
     assert extras.query_offset is None  # the kernels decline it
     has_lengths = extras.query_lengths is not None or extras.key_lengths is not None
     if extras.mask is not None or extras.query_segments is not None:
         if extras.mask is None and not has_lengths and spec.shares_segments:
-            return None  # a row sees the key at its own place, which no window hides
+            return None  # a row sees the key with its own index, which no window hides
         return _in_pairs(extras, spec, q, k)
     if has_lengths and ends_at_lengths and spec.window is None:
         return None
@@ -72,7 +79,7 @@ def _reach(spec: Spec) -> tuple[int, int]:
 
 
 def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
-    """A row sees an interval of keys, and a key is seen by an interval of rows."""
+    """Finds what is seen from positions alone, by intervals of keys per row and of rows per key."""
     left, right = _reach(spec)
     row, key = span(0, rows)[None], span(0, keys)[None]
     of_rows, of_keys = (
@@ -85,7 +92,7 @@ def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
 
 
 def _in_pairs(extras: Extras, spec: Spec, q: Array, k: Array) -> Seen:
-    """Pair by pair, in sums that the compiler forms without keeping the pairs."""
+    """Finds what is seen pair by pair, in reductions for which XLA need not store the pairs."""
     rows, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     place = Place(span(0, rows)[:, None], span(0, keys)[None])
     mask = None if extras.mask is None else extras.mask[:, None]

@@ -1,4 +1,4 @@
-"""Arrays of a call grouped by key head, as the arithmetic takes them, and back.
+"""Groups the arrays of a call by key head, as the arithmetic takes them, and ungroups results.
 
 There are K key heads, with G = N / K query heads each:
 
@@ -29,9 +29,10 @@ class Grouped(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, statistics.
+    """The residuals of the forward pass: the inputs, row statistics, and O_saved if δ needs it.
 
-    The statistics are [..., T]. `o_low` is the lower half of an O_saved that is kept in two.
+    The statistics are [..., T, 1] in `dense` and `tiled`, and [..., T] in kernels. If O_saved is
+    kept in two halves, `o_low` is the lower half.
     """
 
     inputs: Grouped
@@ -41,9 +42,10 @@ class Residuals(NamedTuple):
 
 
 def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
-    """From [B, T, N, H] to arrays grouped by key head; see the module.
+    """Groups arrays [B, T, N, H] by key head, see the module.
 
-    Mask and bias to [B|1, K|1, G|1, T, S], sinks to [1, K, G, 1, 1], row sums to [B, K, G, T, 1].
+    Mask and bias become [B|1, K|1, G|1, T, S], sinks [1, K, G, 1, 1], and row sums
+    [B, K, G, T, 1].
     """
     b, t, n, h = q.shape
     kv_heads = k.shape[2]
@@ -67,7 +69,7 @@ def _group_pairs(x: Array, kv_heads: int) -> Array:
 
 
 def ungroup(o: Array, *of_rows: Array) -> tuple[Array, ...]:
-    """O and row statistics, such as lse, back to [B, T, N, H] and [B, T, N]."""
+    """Reshapes O to [B, T, N, H], and row statistics such as lse to [B, T, N]."""
     b, k, g, t, h = o.shape
     o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
     return o, *(x.reshape(b, k * g, t).transpose(0, 2, 1) for x in of_rows)

@@ -1,17 +1,19 @@
-"""The largest score of a row: what QK-clip compares with its bound, max logit in the papers.
+"""The largest score of a row, which papers call the max logit; QK-clip compares it with a bound.
 
-S is what the softmax sees: after scale, soft cap, bias and mask, as rounded at `scores`, and before
-the sink. So max S ≤ lse ≤ max S + log(number of keys) without a sink. A row that sees no key has
-−inf. No gradient goes through it.
+The score S is the one that the softmax sees: after scale, soft cap, bias and mask, as rounded at
+`scores`, and before the sink. Without a sink, max S ≤ lse ≤ max S + log(number of keys). A row that
+sees no key has −inf. The largest score has no gradient.
 
-A softmax has the largest score of each step at hand, before its row-max rule: kept from step to
-step it costs one maximum a row and step. Nothing but its store is paid for where m is that number.
-Elsewhere m is near it at best. `LazyMax` keeps an m up to `threshold` in base 2 below it.
-`DynamicMax` puts m up to `max_shift` above it, `PublishedMax` any distance, and `whole_max` up to 1
-in base 2. A sink may be above all keys, and `stats` rounds m.
+The softmax computes the largest score of each step anyway, before it applies its row-max rule. To
+keep the largest score from step to step costs one maximum per row and step. Where m after the last
+step is the largest score, only the store costs anything. In all other cases m may differ from it:
+`LazyMax` keeps an m up to `threshold` in base 2 below it, `DynamicMax` puts m up to `max_shift`
+above it, `PublishedMax` any distance above it, and `whole_max` up to 1 in base 2 above it. A sink
+may exceed the scores of all keys, and `stats` rounds m.
 
-The largest |S| would take a minimum beside the maximum, an instruction an entry. The largest score
-before the soft cap would take a second maximum an entry: what tanh has rounded to 1 is lost.
+The largest |S| would need a minimum as well as the maximum: one more instruction per entry. The
+largest score before the soft cap would need a second maximum per entry, because tanh rounds
+different scores to 1.
 """
 
 from lowprec_attn.arithmetic.request import Spec
@@ -26,5 +28,5 @@ def is_running_max(spec: Spec, *, has_sinks: bool) -> bool:
 
 
 def is_tracked(spec: Spec, *, has_sinks: bool) -> bool:
-    """Whether a kernel that is asked for it keeps it beside m."""
+    """Whether a kernel must keep the largest score next to m, because m does not provide it."""
     return spec.max_logit and not is_running_max(spec, has_sinks=has_sinks)

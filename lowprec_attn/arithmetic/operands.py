@@ -1,7 +1,7 @@
-"""q, k, V and dO as attention reads them, rounded at `query`, `key`, `value` and `do` as a whole.
+"""Rounds whole arrays q, k, V and dO at `query`, `key`, `value` and `do`, as attention reads them.
 
-A scale that many numbers share (`numerics.scaling`) is known only of a whole array. Where scales
-lie in blocks along the axis of a product, an array is rounded anew for every axis.
+A scale that many numbers share (`numerics.scaling`) needs the whole array. If scales belong to
+blocks along the axis over which a product sums, an array is rounded separately for each such axis.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Point
 
-# Axes of q, k, v and dO.
+# The axes of q, k, v and dO over which products sum.
 _ROWS, _FEATURES = -2, -1
 _DO = ("do", "do_of_dv", "do_of_delta")
 
@@ -25,10 +25,11 @@ class BackwardOperands(NamedTuple):
     """Operands of the backward pass, grouped as in `layout`.
 
     Attributes:
-      q, k: of S.
-      v, do: of dP.
-      k_of_dq, q_of_dk, do_of_dv: of the products that sum over rows.
-      do_of_delta: dO in δ.
+      q, k: the operands of S.
+      v, do: the operands of dP.
+      k_of_dq, q_of_dk, do_of_dv: the operands of dQ, dK and dV, whose products sum over the rows of
+        these arrays (keys or queries).
+      do_of_delta: the dO in δ.
     """
 
     q: Array
@@ -41,15 +42,15 @@ class BackwardOperands(NamedTuple):
     do_of_delta: Array
 
     def with_do(self, change: Callable[[Array], Array]) -> "BackwardOperands":
-        """The same with every dO changed."""
+        """Returns the operands with `change` applied to every dO."""
         return self._changed(change, _DO)
 
     def with_rows(self, change: Callable[[Array], Array]) -> "BackwardOperands":
-        """The same with every q and dO changed."""
+        """Returns the operands with `change` applied to every q and dO."""
         return self._changed(change, ("q", "q_of_dk", *_DO))
 
     def with_keys(self, change: Callable[[Array], Array]) -> "BackwardOperands":
-        """The same with every k and v changed."""
+        """Returns the operands with `change` applied to every k and v."""
         return self._changed(change, ("k", "k_of_dq", "v"))
 
     def _changed(
@@ -59,13 +60,13 @@ class BackwardOperands(NamedTuple):
 
 
 def read(x: Array, point: Point, spec: Spec, extras: Extras, *, axis: int = _FEATURES) -> Array:
-    """An array [B, K, (G,) L, H] as rounded at a point, in a dtype that holds it.
+    """Returns an array [B, K, (G,) L, H] rounded at a point, in a dtype that holds the result.
 
     Args:
-      x: a whole array, not a tile of it.
-      point: its name.
+      x: a whole array, not a tile of one.
+      point: the name of the point.
       spec, extras: the call.
-      axis: that which the product sums over.
+      axis: the axis over which the product sums.
     """
     if getattr(spec.numerics, point).is_identity:
         return x
@@ -76,7 +77,7 @@ def read(x: Array, point: Point, spec: Spec, extras: Extras, *, axis: int = _FEA
 
 
 def forward_operands(inputs: Grouped, spec: Spec) -> Grouped:
-    """q and k of S, and the V of P̄ V, which sums over keys."""
+    """Returns the inputs with q and k as S reads them, and v as P̄ V, a sum over keys, reads it."""
     q, k, v, extras = inputs
     return inputs._replace(
         q=read(q, "query", spec, extras),
@@ -86,7 +87,11 @@ def forward_operands(inputs: Grouped, spec: Spec) -> Grouped:
 
 
 def backward_operands(inputs: Grouped, do: Array, spec: Spec) -> BackwardOperands:
-    """Those of both passes' numbers: of a scale without an axis they are the forward pass's."""
+    """Returns the operands of the backward pass.
+
+    q and k are the same numbers as in the forward pass, and so is v unless its scales belong to
+    blocks along the axis of a product.
+    """
     q, k, v, extras = inputs
 
     def along_rows(x: Array, point: Point, along_features: Array) -> Array:

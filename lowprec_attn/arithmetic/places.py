@@ -1,4 +1,4 @@
-"""Where a tile lies in the arrays of a call: random bits and masks are functions of it."""
+"""The place of a tile in the arrays of a call, on which its random bits and masks depend."""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tile lies: global rows [T, 1] and columns [1, S] (keys, or features of an output).
+    """The place of a tile: global rows [T, 1] and columns [1, S] (keys, or features of an output).
 
-    `step` is the first key of the online-softmax step, for values that every step rounds anew.
+    For values that every online-softmax step rounds anew, `step` is the first key of the step.
     """
 
     rows: Array
@@ -19,11 +19,11 @@ class Place:
 
 
 def span(start: Array | int, size: int) -> Array:
-    """The indices start, ..., start + size − 1."""
+    """Returns the int32 indices start, ..., start + size − 1."""
     return jnp.asarray(start, jnp.int32) + jnp.arange(size, dtype=jnp.int32)
 
 
-# Columns that tell the random bits of row statistics apart, where a point rounds several.
+# Column numbers that give row statistics different random bits where one point rounds several.
 _COLUMNS = {"m": 0, "l": 1, "lse": 2, "alpha": -1}
 
 
@@ -33,5 +33,9 @@ def statistic(place: Place, name: str) -> Place:
 
 
 def tile_number(first: Array, which: int) -> Array:
-    """Tells apart the random bits of dQ, dK and dV (0, 1, 2) in the tiles along their sum."""
+    """The `step` of a `Place` for a tile's contribution to dQ, dK or dV (`which` is 0, 1 or 2).
+
+    Different numbers give the contributions different random bits. `first` is the index at which
+    the tile begins on the axis over which the gradient sums.
+    """
     return 3 * first + which

@@ -1,4 +1,4 @@
-"""Rounding at a point: in its format, with its random bits."""
+"""Rounds a value at a point, in the format of the point and with its random bits."""
 
 from typing import NamedTuple, Protocol
 
@@ -20,15 +20,15 @@ from lowprec_attn.numerics import (
 
 _FLOAT32 = get_format("float32")
 
-# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
+# exp(−128) is 0 in float32. Every format contains −128, which is not true of MASKED.
 LEAST_SHIFT = -128.0
 
 
 class RoundPoint(Protocol):
-    """x rounded at a point of `POINTS`: a `Rounder`, or that of a kernel's program."""
+    """A function that rounds at the points of `POINTS`: a `Rounder`, or its twin in a kernel."""
 
     def __call__(self, x: Array, point: Point, place: Place) -> Array:
-        """float32 in, float32 out."""
+        """Rounds x at the point; x and the result are float32."""
 
 
 class Rounder(NamedTuple):
@@ -39,7 +39,7 @@ class Rounder(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, extras: Extras) -> "Rounder":
-        """The roundings of a call."""
+        """Returns the rounder of a call."""
         return cls(spec.numerics, extras.stream)
 
     def __call__(
@@ -52,18 +52,18 @@ class Rounder(NamedTuple):
         axis: int = -1,
         amax: Array | None = None,
     ) -> Array:
-        """x rounded at a point of `POINTS`, float32; random bits are a function of the place.
+        """Rounds x at a point of `POINTS` and returns it in float32.
 
         Args:
           x: float32 [B, K, G, rows, columns].
-          point: its name.
-          place: where x lies.
-          dtype: of the inputs, which `output` and `grads` follow.
-          axis: that which the product sums over, along which blocks of a scale lie.
-          amax: as `round_scaled` takes it, where the point has a scale and x is part of an array.
+          point: the name of the point.
+          place: the place of x, which determines its random bits.
+          dtype: dtype of the inputs, whose format `output` and `grads` may follow.
+          axis: the axis over which the product sums; the blocks of a scale lie along it.
+          amax: the `amax` of `round_scaled`, if the point has a scale and x is a part of an array.
 
         Raises:
-          ValueError: a stochastic point without random bits.
+          ValueError: the point rounds stochastically and there are no random bits.
         """
         rounding = self.numerics.rounding_at(point, dtype)
         if rounding.is_identity:
@@ -71,12 +71,12 @@ class Rounder(NamedTuple):
         bits = self._bits(x, point, place) if rounding.needs_bits else None
         if rounding.scaling is not None:
             if point in ("probs", "probs_bwd"):
-                amax = jnp.ones((1,) * x.ndim, jnp.float32)  # of an array of probabilities
+                amax = jnp.ones((1,) * x.ndim, jnp.float32)  # probabilities are at most 1
             return round_scaled(x, rounding, axis, amax, bits)
         return round_to(x, rounding.format, rounding.mode, bits)
 
     def shift(self, x: Array, place: Place) -> Array:
-        """An exponent S − m or m_old − m as rounded at `shift`."""
+        """Rounds an exponent, S − m or m_old − m, at `shift`; below −128 it becomes −128 first."""
         if self.numerics.shift.is_identity:
             return x
         return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
@@ -93,7 +93,7 @@ class Rounder(NamedTuple):
             stream.seed,
             SALTS[point],
             stream.batch.reshape(b, 1, 1, 1, 1),
-            # A gradient summed over a group (g = 1) is told apart by the group's first head.
+            # A gradient summed over a group (g = 1) has the bits of the group's first head.
             stream.head.reshape(1, k, -1, 1, 1)[:, :, :g],
             place.rows[None, None, None],
             place.cols[None, None, None],

@@ -19,17 +19,17 @@ def format_of(x: Array) -> Format:
 
 
 def dot(equation: str, a: Array, b: Array, a_format: Format, b_format: Format) -> Array:
-    """A matrix product with float32 accumulation.
+    """Computes a matrix product with float32 accumulation.
 
-    Operands that both live in one 16-bit format go in as such. Otherwise both go in as float32 and
-    are multiplied as float32, never as TF32 or bfloat16.
+    If both operands have the same 16-bit format, they are multiplied in that format. Otherwise both
+    are converted to float32 and multiplied as float32, never as TF32 or bfloat16.
 
     Args:
-      equation: as `jnp.einsum` takes it.
-      a, b: operands, float32 or as stored.
-      a_format, b_format: the formats that hold their values.
+      equation: the equation of `jnp.einsum`.
+      a, b: operands, in float32 or in the dtype in which they are stored.
+      a_format, b_format: formats that hold the values of a and b.
     """
-    # Tensor cores take two operands of one 16-bit format.
+    # Tensor cores need both operands in one 16-bit format.
     dtype = a_format.dtype
     if a_format.dtype != b_format.dtype or dtype.itemsize != 2:
         dtype = jnp.dtype(jnp.float32)
@@ -45,23 +45,24 @@ def dot(equation: str, a: Array, b: Array, a_format: Format, b_format: Format) -
 def seen_dot(
     equation: str, a: Array, b: Array, a_format: Format, b_format: Format, seen: Array | None
 ) -> Array:
-    """`dot` without the terms of hidden pairs: there a is 0, and 0 · NaN would be NaN.
+    """Computes `dot` without the terms of hidden pairs, where a is 0 and 0 · NaN would be NaN.
 
-    A term of a pair that is seen stays as it is: NaN and infinities arrive.
+    The terms of pairs that are seen do not change, so their NaN and infinities reach the result.
 
     Args:
-      equation, a, b, a_format, b_format: as `dot` takes them; a is [B, K, G, T, S].
-      seen: broadcasts to a; None: every pair is.
+      equation, a, b, a_format, b_format: as in `dot`; a is [B, K, G, T, S].
+      seen: True where a pair is seen, broadcastable to a; None if every pair is seen.
     """
 
     if seen is None:
         return dot(equation, a, b, a_format, b_format)
     finite, float32 = jnp.isfinite(b), get_format("float32")
-    # Outside of the condition: a product, which is long where its sums round, compiles once.
+    # This product stays outside of the condition, so that it compiles only once: its code is long
+    # if its sums are rounded.
     terms = dot(equation, a, jnp.where(finite, b, jnp.zeros_like(b)), a_format, b_format)
 
     def with_others(terms: Array, a: Array, b: Array, seen: Array) -> Array:
-        """Adds the terms that are not finite."""
+        """Adds the terms of seen pairs that are not finite."""
         shown = jnp.broadcast_to(seen, a.shape)
         ones, signs = shown.astype(jnp.float32), jnp.where(shown, jnp.sign(a), jnp.zeros_like(a))
         infinite = jnp.where(jnp.isinf(b), jnp.sign(b), jnp.zeros_like(b)).astype(jnp.float32)
@@ -83,12 +84,12 @@ def _all_finite(x: Array) -> Array:
 
 @_all_finite.def_vmap
 def _all_finite_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
-    """One answer for all elements: a condition for each would compute both of its branches."""
+    """Answers once for the whole batch; one answer per element would compute both branches."""
     return _all_finite(x), False
 
 
 def query_key_products(q: Array, k: Array) -> Array:
-    """q kᵀ of arrays grouped as in `layout`, [B, K, G, T, S]."""
+    """The products q kᵀ [B, K, G, T, S] of arrays grouped as in `layout`."""
     return dot("bkgth,bksh->bkgts", q, k, format_of(q), format_of(k))
 
 
@@ -96,13 +97,14 @@ LOG2E = math.log2(math.e)
 
 
 def counts_in_scale(spec: Spec, extras: Extras) -> bool:
-    """Whether products q kᵀ stand for S = scale · q kᵀ, where they are multiplied once.
+    """Whether the products q kᵀ are kept in place of S = scale · q kᵀ.
 
-    With a soft cap c it is tanh(S / c) that stands for c · tanh(S / c).
+    The factor scale · log2 e then multiplies them once, in the exponent. With a soft cap c,
+    tanh(scale · q kᵀ / c) is kept in place of c · tanh(scale · q kᵀ / c).
 
-    Where S is rounded, or a bias added to it, it has to be formed; likewise where m, its maximum,
-    is rounded, and where the scale is not known to be positive. With `whole_max` m is a number of
-    its own, M, and may be rounded.
+    S itself must be formed if it is rounded or if a bias is added to it, if its maximum m is
+    rounded, or if the scale is not known to be positive. With `whole_max`, m may be rounded,
+    because it is then a separate number M.
     """
     n = spec.numerics
     unit = _unit(spec, extras)
@@ -113,20 +115,23 @@ def counts_in_scale(spec: Spec, extras: Extras) -> bool:
 
 
 def score_unit(spec: Spec, extras: Extras) -> float:
-    """What scores and, but with `whole_max`, m count in: the scale, the soft cap, or 1."""
+    """The unit of the scores as they are kept: the scale, the soft cap, or 1.
+
+    m has the same unit, except with `whole_max`.
+    """
     unit = _unit(spec, extras)
     return unit if unit is not None and counts_in_scale(spec, extras) else 1.0
 
 
 def _unit(spec: Spec, extras: Extras) -> float | None:
-    """What scores would count in; None where it is not known before the call is compiled."""
+    """The unit of q kᵀ or of tanh in S; None if it is not known when the call is compiled."""
     if spec.soft_cap is not None:
         return spec.soft_cap
     return spec.scale if extras.scale is None else None
 
 
 def capped(products: Array, spec: Spec, extras: Extras) -> Array:
-    """tanh(scale · q kᵀ / c) of products q kᵀ, float32; scale / c is one factor, rounded once."""
+    """Returns tanh(scale · q kᵀ / c) in float32, where scale / c is one factor, rounded once."""
     assert spec.soft_cap is not None
     if extras.scale is None:
         return jnp.tanh(products * jnp.float32(spec.scale / spec.soft_cap))
@@ -135,18 +140,19 @@ def capped(products: Array, spec: Spec, extras: Extras) -> Array:
 
 def cap_slope(t: Array) -> Array:
     """The derivative of c · tanh(x / c) at t = tanh(x / c), 1 − t²."""
-    # Of t near 1 the difference is exact, and 1 − t · t would round t · t first.
+    # For t near 1 the difference 1 − t is exact, whereas 1 − t · t would round t · t first.
     return (jnp.float32(1) - t) * (jnp.float32(1) + t)
 
 
 def powers(s: Array, m: Array, unit: float, of_m: float, exponent: str) -> Array:
-    """2^(c s − c_m m), c = unit · log2 e and c_m = of_m · log2 e; the last product is rounded.
+    """Returns 2^(c s − c_m m) with c = unit · log2 e and c_m = of_m · log2 e; c_m m is rounded.
 
     Args:
       s: scores.
-      m: what is subtracted, m or lse, broadcasts to s.
-      unit, of_m: what scores and m count in.
-      exponent: `scale_first`, the first product and the sum rounded once; or `unfused`, each.
+      m: what is subtracted, m or lse; broadcasts to s.
+      unit, of_m: the units of the scores and of m.
+      exponent: `scale_first` rounds c s − c_m m once, as a fused multiply-add; `unfused` rounds c s
+        and the difference each.
     """
     if exponent == "unfused":
         subtracted = rounded_product(m, of_m * LOG2E)
@@ -155,11 +161,11 @@ def powers(s: Array, m: Array, unit: float, of_m: float, exponent: str) -> Array
 
 
 def m_in_scores(m: Array, spec: Spec, extras: Extras) -> Array:
-    """m as a step keeps it, in units of S."""
+    """Converts m, in the unit in which a step keeps it, to units of S."""
     unit = LN2 if spec.numerics.exponent == "whole_max" else score_unit(spec, extras)
     return m if unit == 1 else m * jnp.float32(unit)
 
 
 def scale_of(spec: Spec, extras: Extras) -> Array:
-    """The factor of q kᵀ: known before the call is compiled, or an array."""
+    """The factor of q kᵀ as a float32 scalar, which is traced if the caller's scale is traced."""
     return jnp.float32(spec.scale) if extras.scale is None else extras.scale

@@ -1,18 +1,21 @@
-"""What every implementation of attention receives, and how it declines.
+"""The interface of an implementation of attention: what it receives, and how it declines.
 
-An implementation is a module with four functions, and may have two more:
+An implementation is a module with the first four of these functions, and may have the last two:
 
   attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`; with
                                                      `Spec.max_logit` a third array, [B, T, N]
-  unsupported(request) -> str | None                 names what it cannot serve
+  unsupported(request) -> str | None                 names a feature that it cannot serve
   keys_per_step(request) -> int                      keys of one step of its softmax
   exponent_of(request) -> str                        how it forms exponents, see `Numerics`
-  packed_attention(qkv, extras, spec) -> (out, lse)  reads q, k and v in one array [B, T, 3, N, H],
-                                                     and writes its gradient there
-  faster_elsewhere(request) -> (name, what) | None   another that is faster, and with what
+  packed_attention(qkv, extras, spec) -> (out, lse)  reads q, k and v from one array
+                                                     [B, T, 3, N, H], and writes their gradients
+                                                     into one array of this shape
+  faster_elsewhere(request) -> (name, what) | None   a faster implementation, and the feature of
+                                                     the request with which it is faster
 
-Without the fifth it gets the planes of a packed array. What the sixth names is taken instead, where
-it serves the request and the caller has named none.
+An implementation without `packed_attention` receives the three planes of a packed array. The
+implementation that `faster_elsewhere` names is chosen instead if it serves the request and the
+caller has named none.
 """
 
 import dataclasses
@@ -35,16 +38,16 @@ class Spec:
 
     Attributes:
       numerics, row_max: the arithmetic.
-      scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
-      is_causal: row t sees the keys s <= t + `Extras.query_offset`.
-      soft_cap: c of S = c · tanh(scale · q kᵀ / c); None for none.
-      window: (left, right); a row at position t (`query_offset` added) sees the keys
-        t − left <= s <= t + right; None for all.
-      block_sizes: the implementation's own tile record, None for its default. Never changes
-        what is rounded where.
-      max_logit: the largest score of every row is returned as well, see `max_logit`.
-      shares_segments: the segments of queries and keys are one array, so that a row is of the
-        segment of the key at its own place.
+      scale: factor of q kᵀ; 1 if `Extras.scale` is the factor.
+      is_causal: whether row t sees only the keys s <= t + `Extras.query_offset`.
+      soft_cap: the c of S = c · tanh(scale · q kᵀ / c); None for no cap.
+      window: (left, right), if a row at position t (including `query_offset`) sees only the keys
+        t − left <= s <= t + right; None for no window.
+      block_sizes: the implementation's own record of tile sizes; None for its default. It never
+        changes what is rounded where.
+      max_logit: whether the largest score of every row is returned as well, see `max_logit`.
+      shares_segments: whether queries and keys have the same array of segments, so that a row has
+        the segment of the key with the same index.
     """
 
     numerics: Numerics
@@ -64,12 +67,13 @@ class Spec:
 
 
 class RandomStream(NamedTuple):
-    """Where the random bits of stochastic rounding come from.
+    """The source of the random bits of stochastic rounding.
 
     Attributes:
-      seed: two words of a PRNG key.
-      batch, head: global index of each batch element [B] and query head [N] of this call. So the
-        bits depend neither on sharding nor on how heads are grouped into calls.
+      seed: two words drawn from a PRNG key.
+      batch, head: global index of each batch element [B] and query head [N] of this call. Because
+        these indices are global, the bits depend neither on sharding nor on the grouping of heads
+        into calls.
     """
 
     seed: UInt32[Array, "2"]
@@ -78,7 +82,7 @@ class RandomStream(NamedTuple):
 
     @classmethod
     def of(cls, key: Key[Array, ""], batch: int, heads: int) -> "RandomStream":
-        """The stream of a PRNG key of any kind, for a whole call."""
+        """Returns the stream of a PRNG key of any kind, for a whole call."""
         return cls(
             jax.random.bits(key, (2,), jnp.uint32),
             jnp.arange(batch, dtype=jnp.int32),
@@ -89,15 +93,15 @@ class RandomStream(NamedTuple):
 class BackwardSums(NamedTuple):
     """Sums over the keys of each row in the backward pass, float32 [B, T, N].
 
-    A call takes zeros, and the gradients by them are these sums, whatever the loss. They add up
-    where several calls take the same zeros.
+    A call takes zeros. The gradients with respect to these zeros are the sums, whatever the loss
+    is. If several calls take the same zeros, their sums add up.
 
     Attributes:
-      p: Σ P of the P that the backward pass recomputes, unrounded. In exact arithmetic 1, less the
-        P of a sink, and 0 in a row that sees no key.
-      ds: Σ dS · scale as dQ multiplies k with it: rounded at `ds`, corrected as `delta` says,
-        behind a soft cap. In exact arithmetic scale · dlse · Σ P; with sinks scale · P_sink · δ
-        is added. A soft cap leaves anything.
+      p: Σ P, where P is recomputed by the backward pass and unrounded. In exact arithmetic it is 1,
+        less the P of a sink, and 0 in a row that sees no key.
+      ds: Σ dS · scale, where dS · scale is the operand of dQ: rounded at `ds`, corrected as `delta`
+        says, and taken behind a soft cap. In exact arithmetic it is scale · dlse · Σ P, plus
+        scale · P_sink · δ with sinks. With a soft cap it can have any value.
     """
 
     p: Float32[Array, "B T N"]
@@ -105,12 +109,15 @@ class BackwardSums(NamedTuple):
 
     @classmethod
     def zeros(cls, query: Any) -> "BackwardSums":
-        """What a call with these queries [B, T, N, H] takes; a packed array is not told apart."""
+        """Returns the zeros for a call with these queries [B, T, N, H].
+
+        A packed array is not recognised as such: pass an array of the shape of q.
+        """
         zeros = jnp.zeros(jnp.shape(query)[:-1], jnp.float32)
         return cls(zeros, zeros)
 
 
-# Arrays of which only shape and dtype are asked.
+# An array of which only the shape and dtype are used.
 Shaped = Array | jax.ShapeDtypeStruct
 
 
@@ -121,12 +128,13 @@ class Extras(NamedTuple):
       bias: added to q kᵀ · scale.
       mask: True where a query may see a key.
       query_lengths, key_lengths: number of valid positions per batch element.
-      stream: random bits, needed by stochastic points only.
-      scale: factor of q kᵀ that is not known before the call is run.
-      query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
-      query_offset: position among the keys of row 0, for causality and the window; None for 0.
+      stream: source of random bits, which only stochastic points need.
+      scale: traced factor of q kᵀ, which is not known before the call runs.
+      query_segments, key_segments: segment ids; a row sees only keys of its own segment. Both are
+        given, or neither.
+      query_offset: position of row 0 among the keys, for causality and the window; None for 0.
       sinks: scores of one more column for every row of a head, without a key and with v = 0.
-      backward_sums: zeros whose gradients are sums of the backward pass.
+      backward_sums: zeros whose gradients are the sums of the backward pass.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -143,7 +151,7 @@ class Extras(NamedTuple):
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
-    """q, k and v, given as such or as one array [B, T, 3, N, H] of them."""
+    """Returns q, k and v, which are given as three arrays or packed as [B, T, 3, N, H]."""
     if len(arrays) == 1:
         packed = arrays[0]
         return packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
@@ -153,11 +161,17 @@ def planes(*arrays: Array) -> tuple[Array, Array, Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request: the spec and the shapes. `unsupported(request)` says whether it can be served.
+    """The properties of a call by which `unsupported(request)` decides whether it can be served.
 
-    `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
-    `value_size` is that of the values' heads; None: that of q.
-    `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
+    Attributes:
+      spec: the static part of the call.
+      q_shape, kv_shape: shapes of q and k.
+      dtype: dtype of q.
+      mask_shape: shape of the mask; None without one.
+      value_size: head size of the values; None if it is the head size of q.
+      checks_vma: whether the call is traced under a `jax.shard_map` with `check_vma=True`.
+      platform: the platform that the call is lowered for, such as `cuda`; None for the platform of
+        this process's devices.
     """
 
     spec: Spec
@@ -199,14 +213,16 @@ class Request:
         )
 
 
-# Served by the kernels.
+# The head sizes that the kernels serve.
 HEAD_SIZES = range(16, 257)
 
 
 def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
-    """Names what in the request no implementation in tiles can serve, or None.
+    """Names a feature of the request that no implementation in tiles can serve, or None.
 
-    block_sizes: the class of the implementation's tile record.
+    Args:
+      request: the request.
+      block_sizes: the class of the implementation's record of tile sizes.
     """
     given = request.spec.block_sizes
     if given is not None and not isinstance(given, block_sizes):
@@ -218,10 +234,11 @@ def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
 
 
 def unsupported_row_sums(request: Request) -> str | None:
-    """Choices that rely on what rows of dS sum to, where they do not. No implementation serves it.
+    """Names a choice that needs rows of dS to sum to zero in a request where they do not, or None.
 
-    With a soft cap rows of dS sum to zero before its derivative multiplies them, and to something
-    else after it: `delta='after_cast'` and `mean_key='subtracted'` take what comes after for zero.
+    No implementation serves such a request. With a soft cap, rows of dS sum to zero before they are
+    multiplied by its derivative, and to something else afterwards. `delta='after_cast'` and
+    `mean_key='subtracted'` assume that they sum to zero afterwards.
     """
     numerics, cap = request.spec.numerics, request.spec.soft_cap
     if cap is not None:
@@ -232,9 +249,9 @@ def unsupported_row_sums(request: Request) -> str | None:
 
 
 def unsupported_variants(request: Request) -> str | None:
-    """Sums of the backward pass, a soft cap, sinks or values of another head size.
+    """Names the first extra feature of the request that a basic implementation lacks, or None.
 
-    For implementations without them.
+    The features are sums of the backward pass, a soft cap, values of another head size, and sinks.
     """
     if request.has_backward_sums:
         return "backward_sums"
@@ -246,9 +263,10 @@ def unsupported_variants(request: Request) -> str | None:
 
 
 def _unsupported_mean_key(request: Request) -> str | None:
-    """`mean_key='subtracted'` where some key may be seen by no row, or some row see none.
+    """Names the features that `mean_key='subtracted'` cannot be combined with, or None.
 
-    Such a key would enter the mean, whatever it holds. With sinks rows of dS do not sum to zero.
+    Most of them can hide a key from all rows, or all keys from a row. A hidden key would enter the
+    mean, whatever it holds. With sinks, rows of dS do not sum to zero.
     """
     hidden = {
         "a bias": request.has_bias,
@@ -268,7 +286,7 @@ def _unsupported_mean_key(request: Request) -> str | None:
 
 
 def unsupported_by_kernels(request: Request) -> str | None:
-    """What of the request no Pallas kernel can serve, or None."""
+    """Names a feature of the request that no Pallas kernel can serve, or None."""
     if request.has_traced_scale:
         return "a traced scale (its kernels are compiled for one; pass a Python number)"
     if request.checks_vma:

@@ -1,8 +1,9 @@
 """Attention sinks: one more column of scores, a learned number per head, without key or value.
 
-It enters m, l and so lse, and takes from the weights of the keys. With P_sink = exp(sink − lse) the
-row sum of P over the keys is 1 − P_sink. Its value is 0, and so is its dP: the gradient of the sink
-is Σ P_sink (dlse − δ) over the rows, and rows of dS sum to P_sink δ over the keys.
+The sink enters m, l and thus lse, and so reduces the weights of the keys. With
+P_sink = exp(sink − lse), a row of P sums to 1 − P_sink over the keys. The value of the sink is 0,
+and therefore its dP is 0 too. The gradient of the sink is Σ P_sink (dlse − δ) over the rows, and
+rows of dS sum to P_sink δ over the keys.
 """
 
 from typing import NamedTuple
@@ -18,17 +19,18 @@ from lowprec_attn.arithmetic.request import Extras, Spec
 
 
 def start_of_rows(sinks: Array, unit: float, spec: Spec) -> tuple[Array, Array]:
-    """m and l before the first key: the sink and 1; or it rounded up, in base 2, and its P̄.
+    """Returns m and l before the first key, which are the sink and 1.
 
-    A sink of −inf is none: m = −inf, l = 0.
+    With `whole_max`, m is the sink in base 2 rounded up, and l is the P̄ of the sink. A sink of −inf
+    has no effect: m = −inf and l = 0.
 
     Args:
-      sinks: in units of S, any shape.
-      unit: what scores and m count in.
-      spec: for the exponent.
+      sinks: the sinks in units of S, of any shape.
+      unit: the unit of the scores and of m.
+      spec: static part of the call, for the exponent.
     """
     s = _in_unit(sinks, unit)
-    # As in a step: no derivative goes through m.
+    # As in a softmax step, no derivative goes through m.
     m = lax.stop_gradient(s)
     if spec.numerics.exponent == "whole_max":
         m = whole_max(m, unit * LOG2E)
@@ -37,11 +39,13 @@ def start_of_rows(sinks: Array, unit: float, spec: Spec) -> tuple[Array, Array]:
 
 
 def probabilities(sinks: Array, statistics: RowStatistics, unit: float, spec: Spec) -> Array:
-    """P_sink of rows, unrounded: no product takes it as an operand. 0 where lse is −inf.
+    """Returns P_sink of rows; 0 where lse is −inf.
+
+    P_sink is not rounded, because it is no operand of a matrix product.
 
     Args:
-      sinks: in units of S, broadcasts to the statistics.
-      statistics: of the rows; m in units of `unit`.
+      sinks: the sinks in units of S; they broadcast to the statistics.
+      statistics: the statistics of the rows, with m in the unit `unit`.
       unit, spec: as in `start_of_rows`.
     """
     subtracted, inverse_l = statistics
@@ -68,10 +72,10 @@ def _in_unit(sinks: Array, unit: float) -> Array:
 
 
 class SinkColumn(NamedTuple):
-    """Of rows in the backward pass, [B, K, G, T, 1].
+    """The sink column of rows in the backward pass, [B, K, G, T, 1].
 
     Attributes:
-      p: P_sink, 0 in rows beyond the lengths, which do not exist.
+      p: P_sink; 0 in rows beyond the query lengths, which do not exist.
       sees: whether a row sees a key.
     """
 
@@ -79,15 +83,15 @@ class SinkColumn(NamedTuple):
     sees: Array
 
     def seen(self, x: Array) -> Array:
-        """dO or dlse, 0 in rows that see no key: whatever they are, it reaches no key."""
+        """Returns dO or dlse with 0 in rows that see no key, so that their values reach no key."""
         return jnp.where(self.sees, x, jnp.zeros((), x.dtype))
 
     def gradient(self, delta: Array, dlse: Array) -> Array:
-        """P_sink (dlse − δ) of each row; P_sink dlse where lse is the sink itself.
+        """Returns P_sink (dlse − δ) of each row, or P_sink dlse in rows that see no key.
 
         Args:
           delta: δ − dlse of the rows, unrounded.
-          dlse: as given.
+          dlse: the gradient of lse as the call received it.
         """
         of_row = self.p * jnp.where(self.sees, -delta, dlse)
         return jnp.where(self.p == 0, jnp.float32(0), of_row)
@@ -96,7 +100,7 @@ class SinkColumn(NamedTuple):
 def column(
     statistics: RowStatistics, sees: Array, rows: Array, unit: float, spec: Spec, extras: Extras
 ) -> SinkColumn:
-    """The column of the grouped sinks of a call, for rows [T, 1] with these statistics."""
+    """Returns the column of the call's grouped sinks, for rows [T, 1] with these statistics."""
     assert extras.sinks is not None
     p = probabilities(extras.sinks, statistics, unit, spec)
     valid = within_lengths(rows, extras)
@@ -105,7 +109,7 @@ def column(
 
 
 def within_lengths(rows: Array, extras: Extras) -> Array | None:
-    """Which rows [T, 1] exist, [B, 1, 1, T, 1]; None: all."""
+    """Which of the rows [T, 1] exist, as [B, 1, 1, T, 1]; None if all do."""
     if extras.query_lengths is None:
         return None
     return rows[None, None, None] < extras.query_lengths.reshape(-1, 1, 1, 1, 1)

@@ -1,6 +1,6 @@
-"""One online-softmax step of whole arrays, and the division that ends the last: O and lse.
+"""One online-softmax step of whole arrays, and the division after the last step: O and lse.
 
-`dense` takes one step over all keys, `tiled` one per block of keys.
+`dense` takes one step over all keys, `tiled` one step per block of keys.
 """
 
 import dataclasses
@@ -43,15 +43,16 @@ from lowprec_attn.arithmetic.recurrence import (
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Numerics, RowMax, get_format, round_to
 
-# A score that is not there. A bias may make any finite float32 a score: what is below MASKED, such
-# as the least of them, is one here. Kernels take no bias, and a finite number spares them NaN.
+# The score of a hidden pair. It is −inf here, because with a bias any finite float32, even one
+# below MASKED, may be a real score. Kernels take no bias; they use the finite MASKED, which avoids
+# NaN.
 UNSEEN = -jnp.inf
 
 
 class Scores(NamedTuple):
-    """S, float32 [B, K, G, T, S], not yet masked, in units of `score_unit`.
+    """The scores S, float32 [B, K, G, T, S], not yet masked, in the unit `score_unit`.
 
-    `slope`: the derivative of the soft cap, which multiplies dS; None without one.
+    `slope` is the derivative of the soft cap, which multiplies dS; None without a cap.
     """
 
     s: Array
@@ -61,11 +62,13 @@ class Scores(NamedTuple):
 def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
 ) -> Scores:
-    """S = round_scores(q kᵀ · scale + bias), or round_scores(c tanh(q kᵀ · scale / c) + bias).
+    """Returns S = round_scores(q kᵀ · scale + bias), and the slope of a soft cap.
+
+    With a soft cap c, S = round_scores(c tanh(q kᵀ · scale / c) + bias).
 
     Args:
       q, k: query rows and keys of the tile.
-      bias: of the tile, [B|1, K|1, G|1, T|1, S|1], or None.
+      bias: bias of the tile, [B|1, K|1, G|1, T|1, S|1], or None.
       spec, extras: the call, for the scale and the rounding.
       place: the tile.
     """
@@ -82,9 +85,10 @@ def scores(
 
 
 def initial_state(q: Array, v: Array, spec: Spec, extras: Extras) -> SoftmaxState:
-    """No key seen yet, but the sink where there is one."""
+    """The state before the first key, which includes the sink if there is one."""
     b, k, g, t, _ = q.shape
-    # Like q: under `jax.shard_map` the carry of a loop varies over mesh axes as q does.
+    # `zeros_like(q)`, because under `jax.shard_map` the carry of a loop must vary over the mesh
+    # axes over which q varies.
     row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
     acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
@@ -97,7 +101,7 @@ def initial_state(q: Array, v: Array, spec: Spec, extras: Extras) -> SoftmaxStat
 
 
 def is_empty(m: Array) -> Array:
-    """Whether a row has seen no key, nor a sink."""
+    """Whether a row has seen neither a key nor a sink."""
     return m == UNSEEN
 
 
@@ -110,25 +114,25 @@ def softmax_step(
     place: Place,
     seen: Array | None = None,
 ) -> SoftmaxState:
-    """One online-softmax step over one block of keys (FlashAttention-2, Algorithm 1).
+    """Takes one online-softmax step over a block of keys (FlashAttention-2, Algorithm 1).
 
     Args:
-      state: before the step.
+      state: the state before the step.
       s: masked scores of the block, [B, K, G, T, S].
-      v: its values, as `operands` reads them, [B, K, S, H].
+      v: values of the block, as `operands` reads them, [B, K, S, H].
       spec, extras: the call.
-      place: rows, and the keys of the block; its first key tells the step.
-      seen: True where a row sees a key, broadcastable to s; None: everywhere.
+      place: the rows and the keys of the block. The first key identifies the step.
+      seen: True where a row sees a key, broadcastable to s; None if all pairs are seen.
 
     Raises:
-      ValueError: a stochastic point without random bits.
+      ValueError: a point rounds stochastically and there are no random bits.
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     out = Place(place.rows, span(0, v.shape[-1])[None], place.cols[0, 0])
     place = dataclasses.replace(place, step=0)
 
-    # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
-    # that it adds to theirs would not cancel.
+    # O and lse do not depend on m in exact arithmetic, so no derivative goes through m. In low
+    # precision the terms of that derivative would not cancel.
     unit = score_unit(spec, extras)
     m = _running_max(n, spec.row_max, lax.stop_gradient(s), state.m, unit)
     m = round_point(m, "stats", statistic(out, "m"))
@@ -174,10 +178,14 @@ def _running_max(n: Numerics, rule: RowMax, s: Array, m: Array, unit: float) -> 
 
 
 class Output(NamedTuple):
-    """O as handed on, the O that δ sees (None: not kept), and lse [B, K, G, T].
+    """The results of the forward pass.
 
-    `apart`, [B, K, G, T, 1], is what P is formed from where that is not lse. `max_logit`,
-    [B, K, G, T], is the largest score, where it was asked for.
+    Attributes:
+      o: O as returned.
+      o_saved: the O that δ reads; None if δ needs no O.
+      lse: lse [B, K, G, T].
+      apart: m and 1 / l, [B, K, G, T, 1], if the backward pass forms P from them; else None.
+      max_logit: the largest score of every row [B, K, G, T], if it is asked for; else None.
     """
 
     o: Array
@@ -188,26 +196,29 @@ class Output(NamedTuple):
 
     @property
     def of_rows(self) -> tuple[Array, ...]:
-        """lse, and the largest score where it was asked for."""
+        """lse, and the largest score if it is asked for."""
         return (self.lse,) if self.max_logit is None else (self.lse, self.max_logit)
 
     @property
     def statistics(self) -> RowStatistics:
-        """What P is formed from, [B, K, G, T, 1]."""
+        """The statistics [B, K, G, T, 1] from which the backward pass forms P."""
         return (
             RowStatistics(self.lse[..., None]) if self.apart is None else RowStatistics(*self.apart)
         )
 
 
 def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: np.dtype) -> Output:
-    """Divides by l. A row that saw no key has O = 0 and lse = −inf, or the sink.
+    """Divides Ō by l and forms lse.
+
+    A row that saw no key has O = 0. Its lse is the sink, or −inf without a sink or beyond the query
+    lengths.
 
     Args:
-      state: after the last step.
+      state: the state after the last step.
       spec: the call's static part.
       extras: the call's optional arrays.
       rows: global row indices [T, 1].
-      dtype: of the queries.
+      dtype: dtype of the queries.
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     place = Place(rows, span(0, state.acc.shape[-1])[None])

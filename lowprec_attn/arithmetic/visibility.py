@@ -14,13 +14,13 @@ Window = tuple[int, int]
 
 
 def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Array | None:
-    """True where a row may see a column, broadcastable to the scores; None where all may.
+    """True where a row may see a column, broadcastable to the scores; None if all pairs are seen.
 
     Args:
-      extras: for the lengths and the rows' offset.
-      spec: for causality and the window.
+      extras: optional arrays of the call; the lengths and `query_offset` are read.
+      spec: static part of the call; causality and the window are read.
       place: the tile.
-      mask: what is `unhidden` in this tile, [B|1, K|1, G|1, T|1, S|1].
+      mask: the result of `unhidden` for this tile, [B|1, K|1, G|1, T|1, S|1].
     """
     positions = _of_every_head(extras, place, causal=spec.is_causal, window=spec.window)
     if mask is None or positions is None:
@@ -31,11 +31,11 @@ def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Arr
 def unhidden(
     mask: Array | None, query_segments: Array | None, key_segments: Array | None
 ) -> Array | None:
-    """The dense mask of a tile, narrowed to pairs of one segment; None where nothing is hidden.
+    """The dense mask of a tile, narrowed to pairs of one segment; None if nothing is hidden.
 
     Args:
-      mask: [B|1, K|1, G|1, T|1, S|1].
-      query_segments, key_segments: of the tile, [B, T] and [B, S].
+      mask: the dense mask [B|1, K|1, G|1, T|1, S|1], or None.
+      query_segments, key_segments: segment ids of the tile, [B, T] and [B, S], or None.
     """
     if query_segments is None or key_segments is None:
         return mask
@@ -48,17 +48,19 @@ def visited(
 ) -> Array | None:
     """True for rows [B|1, 1, 1, T, 1] that may see a key of this step by position alone.
 
-    A step that lies wholly above the diagonal, outside the window or beyond the lengths does not
-    exist for a row: whether a tile happens to contain it must not matter. A dense mask and segments
-    have no such structure, so a step that they mask wholly is taken. None where every row may see
-    some key.
+    For a row, a step that lies wholly above the diagonal, outside the window or beyond the lengths
+    does not exist, so results do not depend on whether a tile happens to contain that step. A dense
+    mask and segments have no such structure, so a step that they mask wholly is still taken.
 
     Args:
-      extras: for the lengths and the rows' offset.
+      extras: optional arrays of the call; the lengths and `query_offset` are read.
       place: the tile, whose columns may reach beyond the keys.
-      keys: how many keys there are.
-      causal: whether the diagonal counts, see `RowMax.visits_above_diagonal`.
+      keys: the number of keys.
+      causal: whether the causal diagonal applies, see `RowMax.visits_above_diagonal`.
       window: see `Spec`.
+
+    Returns:
+      The rows, or None if every row may see some key.
     """
     last = None if window is None else jnp.minimum(place.cols[:, -1:], keys - 1)
     first = Place(place.rows, place.cols[:, :1])
@@ -94,17 +96,18 @@ def by_position(
     queries: Array | None = None,
     offset: Array | None = None,
 ) -> Array | None:
-    """True where a row may see a column by position alone; None where all may.
+    """True where a row may see a column by position alone; None if all pairs are seen.
 
     Args:
       place: the tile.
-      causal: whether the diagonal counts.
+      causal: whether the causal diagonal applies.
       window: see `Spec`.
-      last: the column is the first of a step that ends with this one, and a row may see one of
-        them. Without a window the first decides.
-      limit: how many columns there are, None: as many as the tile's.
-      keys, queries: how many columns and rows are valid, None: all.
-      offset: the column at which row 0 stands, None: 0.
+      last: None, or the last column of a step of which `place` has the first column. The answer
+        is then whether a row may see any column of the step. It differs from the answer for the
+        first column only with a window.
+      limit: the number of columns that exist; None if all columns of the tile exist.
+      keys, queries: the number of valid columns and rows; None if all are valid.
+      offset: the column at which row 0 stands; None for 0.
     """
     parts = []
     at = place.rows if offset is None else place.rows + offset
@@ -114,7 +117,7 @@ def by_position(
         parts.append(place.cols <= at)
     if window is not None:
         left, right = window
-        if not causal:  # the diagonal is nearer
+        if not causal:  # otherwise the diagonal is the tighter bound on the right
             parts.append(place.cols <= at + right)
         nearest = place.cols if last is None else last
         if last is not None:
@@ -129,5 +132,5 @@ def by_position(
 
 
 def mask_scores(s: Array, seen: Array | None, masked: float = MASKED) -> Array:
-    """Scores with `masked` where `seen` is False; unchanged where `seen` is None."""
+    """Replaces scores by `masked` where `seen` is False; changes nothing if `seen` is None."""
     return s if seen is None else jnp.where(seen, s, jnp.float32(masked))

@@ -6,9 +6,10 @@
         q, k, v, is_causal=True, numerics=numerics.FLASH, row_max=numerics.DynamicMax()
     )
 
-Here live the public functions, the validation of a call, the choice of an implementation, and the
-implementations in plain JAX: `tiled`, `dense`, and the textbook formula, `reference`. They compute
-with `arithmetic`; the kernels of `pallas_kernels` are reached through `dispatch` alone.
+This package holds the public functions, the validation of a call, the choice of an implementation,
+and the implementations in plain JAX: `tiled`, `dense`, and the textbook formula, `reference`.
+`tiled` and `dense` compute with `arithmetic`. Only `dispatch` calls the kernels of
+`pallas_kernels`.
 """
 
 from lowprec_attn.arithmetic.request import BackwardSums

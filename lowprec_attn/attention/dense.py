@@ -1,7 +1,7 @@
 """Unfused attention with every numerics point: one softmax step over all keys, O(T S) memory.
 
-What `standard` needs, and what small studies use; `tiled` is the same
-arithmetic in tiles.
+The preset `standard` needs it, and small studies use it. `tiled` computes the same arithmetic in
+tiles.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from lowprec_attn.arithmetic.transforms import named
 
 
 def unsupported(request: Request) -> str | None:
-    """What of the request `dense` cannot serve, or None."""
+    """Names the feature of the request that `dense` cannot serve, or None."""
     if request.spec.block_sizes is not None:
         return f"block_sizes={request.spec.block_sizes} (dense has no tiles)"
     numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
@@ -34,12 +34,12 @@ def unsupported(request: Request) -> str | None:
 
 
 def keys_per_step(request: Request) -> int:
-    """All keys: there is one step."""
+    """The number of all keys, because there is only one step."""
     return request.kv_shape[1]
 
 
 def exponent_of(request: Request) -> str:
-    """How both passes form exponents: `Numerics.exponent`."""
+    """How both passes form exponents: `Numerics.exponent`, or 'shift_first' if that is None."""
     return request.spec.numerics.exponent or "shift_first"
 
 
@@ -50,9 +50,10 @@ def attention(
     extras: Extras,
     spec: Spec,
 ) -> tuple[Array, ...]:
-    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+    """Returns O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and the float32 lse [B, T, N].
 
-    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    Values are rounded as `spec.numerics` says. With `spec.max_logit` the function also returns the
+    largest score of every row [B, T, N].
     """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
@@ -110,7 +111,7 @@ def _backward(
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
         lacks = backward.lacking(sums, dlse, spec, extras) if asks_sums else None
     else:
-        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        # Since d lse / dS = P, the gradient of lse enters dS = P ∘ (dP − δ + dlse) next to δ.
         delta_of_q = shifted
         corrected = backward.Delta(shifted, shifted)
         dq = backward.query_gradient(tile, shifted, k_of_q, spec, extras, place)
@@ -142,7 +143,7 @@ _attend.defvjp(_forward, _backward)
 def _scores(
     q: Array, k: Array, extras: Extras, spec: Spec
 ) -> tuple[Place, Array, Array | None, Array | None]:
-    """Where the scores lie, masked S, which are seen, and the slope of the soft cap."""
+    """Returns the place of the scores, masked S, which pairs are seen, and the soft cap's slope."""
     place = Place(
         span(0, q.shape[-2])[:, None],
         span(0, k.shape[-2])[None],

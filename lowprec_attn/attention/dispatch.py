@@ -1,4 +1,4 @@
-"""Which implementation serves a call, and the calls that heads of different arithmetic need."""
+"""Chooses the implementation of a call, and splits a call whose heads differ in arithmetic."""
 
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
-# `implementation=None` takes the first that supports the request, unless that says that another is
-# faster with it.
+# `implementation=None` selects the first entry that supports the request, unless the module of that
+# entry names a faster one for this request (`faster_elsewhere`).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
@@ -40,20 +40,26 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-# Platforms, as JAX names what a computation is lowered for, that have implementations of their
-# own; "default" is any other.
+# JAX's names of the lowering platforms that have their own implementations; "default" stands for
+# every other platform.
 _PLATFORMS = ("cuda", "tpu", "default")
-# What a call is lowered for on devices of a platform; those of ROCm are called `gpu` as well.
+# The lowering platforms for each platform of devices. JAX calls ROCm devices `gpu` as well.
 _OF_DEVICES = {"gpu": ("cuda", "default"), "tpu": ("tpu",)}
 _platforms: ContextVar[tuple[str, ...]] = ContextVar("platforms", default=_PLATFORMS)
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """No implementation, or not the named one, serves a call; the message says why and which do."""
+    """No implementation, or not the named one, serves a call.
+
+    The message gives the reasons, and names the implementations that do serve the call.
+    """
 
 
 class Part(NamedTuple):
-    """Query heads that share their arithmetic, and who computes them, by platform."""
+    """Query heads that share their arithmetic.
+
+    `implementations` holds pairs (platform, name of the implementation that computes these heads).
+    """
 
     heads: tuple[int, ...]
     spec: Spec
@@ -61,7 +67,7 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One validated call; `arrays` are q, k and v, or one packed array of them."""
+    """One validated call; `arrays` holds q, k and v, or one array that packs all three."""
 
     arrays: tuple[Array, ...]
     extras: Extras
@@ -70,10 +76,10 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def traced_for(platform: str) -> Iterator[None]:
-    """A context whose calls are lowered for these devices alone: no other kernels are traced.
+    """A context in which calls are traced for one platform only, without the kernels of others.
 
     Args:
-      platform: of the devices, as JAX names it, such as `gpu`.
+      platform: JAX's name for the platform of the devices, such as `gpu`.
     """
     before = _platforms.set(_OF_DEVICES.get(platform, ("default",)))
     try:
@@ -83,10 +89,14 @@ def traced_for(platform: str) -> Iterator[None]:
 
 
 def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
-    """The implementation of a request for every platform; raises as `resolve`.
+    """Returns the name of the implementation that serves the request, by platform.
 
-    Without a choice the platform that the computation is lowered for decides, which need not be
-    that of this process's devices (see `traced_for`). A chosen implementation serves all of them.
+    A named implementation serves every platform. If `implementation` is None, each platform gets
+    its own choice, because a computation need not be lowered for the devices of this process.
+    `traced_for` limits the platforms.
+
+    Raises:
+      ValueError, UnsupportedError: as `resolve` does.
     """
     if implementation is not None:
         return dict.fromkeys(_platforms.get(), resolve(request, implementation))
@@ -97,7 +107,7 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
     told = {}
     for platform, name in names.items():
         told[platform] = f"{name} ({IMPLEMENTATIONS[name].exponent_of(request)})"
-        # The platform with two implementations of its own; of an unknown GPU there is no reason.
+        # Only CUDA has two kernel implementations. An unknown GPU gives no reason to report.
         if platform == "cuda" and device_kind() is not None:
             declined = declined_by(dataclasses.replace(request, platform=platform), name)
             told[platform] += f", since {'; '.join(declined)}," if declined else ""
@@ -106,7 +116,7 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
 
 
 def check_name(implementation: object) -> None:
-    """Raises ValueError unless it is None or the name of an implementation."""
+    """Raises ValueError unless `implementation` is None or the name of an implementation."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
@@ -114,7 +124,10 @@ def check_name(implementation: object) -> None:
 
 
 def declined_by(request: Request, taken: str) -> list[str]:
-    """What the implementations that go before `taken` do not support or are slower with."""
+    """Says why each implementation listed before `taken` was passed over.
+
+    Each sentence names what the implementation does not support, or what makes it slower.
+    """
     said = []
     for name in itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS):
         reason = IMPLEMENTATIONS[name].unsupported(request)
@@ -126,7 +139,10 @@ def declined_by(request: Request, taken: str) -> list[str]:
 
 
 def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
-    """Of a request that the implementation supports: another that is faster, and with what."""
+    """Returns a faster implementation for a request that `name` supports, or None.
+
+    The second element says which feature of the request makes `name` slower.
+    """
     module = IMPLEMENTATIONS[name]
     if not hasattr(module, "faster_elsewhere"):
         return None
@@ -138,8 +154,8 @@ def resolve(request: Request, implementation: str | None = None) -> str:
     """The name of the implementation that serves the request on its platform.
 
     Raises:
-      ValueError: unknown name.
-      UnsupportedError: the one asked for, or every one, declines.
+      ValueError: the name is unknown.
+      UnsupportedError: the named implementation declines the request, or, without a name, all do.
     """
     reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
     able = [name for name, reason in reasons.items() if reason is None]
@@ -160,33 +176,35 @@ def resolve(request: Request, implementation: str | None = None) -> str:
 
 
 def keys_per_step(request: Request, implementation: str | None = None) -> int:
-    """Keys of one online-softmax step of what serves the request on its platform.
+    """The keys per online-softmax step of the implementation that serves the request.
 
-    Without `kv_block` every implementation has a step of its own, and the step is arithmetic.
+    Without `kv_block` each implementation chooses its own step. The step affects the results.
 
     Raises:
-      ValueError, UnsupportedError: as `resolve`.
+      ValueError, UnsupportedError: as `resolve` does.
     """
     return IMPLEMENTATIONS[resolve(request, implementation)].keys_per_step(request)
 
 
 def exponent_of(request: Request, implementation: str | None = None) -> str:
-    """How the implementation that serves the request forms exponents: `Numerics.exponent`.
+    """How the implementation that serves the request forms exponents, see `Numerics.exponent`.
 
-    Without it every implementation has a way of its own, some another in each pass: 'shift_first',
-    'scale_first', or 'shift_first, backward scale_first'.
+    If `Numerics.exponent` is None, each implementation chooses for itself, and some choose
+    differently in the two passes. The answer is then 'shift_first', 'scale_first', or
+    'shift_first, backward scale_first'.
 
     Raises:
-      ValueError, UnsupportedError: as `resolve`.
+      ValueError, UnsupportedError: as `resolve` does.
     """
     return IMPLEMENTATIONS[resolve(request, implementation)].exponent_of(request)
 
 
 @functools.cache
 def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
-    """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`.
+    """Logs each distinct choice once, such as `attention: tiled for Numerics(...)`.
 
-    Behind each name stands how it forms exponents, such as `tiled (shift_first)`, and what a faster
+    If platforms differ, the choice reads `gpu on cuda, tiled on default`. Each name is followed by
+    the way it forms exponents, such as `tiled (shift_first)`, and by the reasons why a faster
     implementation of that platform declined.
     """
     if len({name for _, name in names}) == 1:
@@ -197,25 +215,27 @@ def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
 
 
 def compute(call: Call) -> tuple[Array, ...]:
-    """O, lse and, where `Spec.max_logit` asks for it, the largest score of every head [B, N].
+    """Returns O, lse and, if `Spec.max_logit` is set, the largest score of every head [B, N].
 
-    One call per part, heads put back in order.
+    Each part of the call is computed by itself, and the heads are put back in order.
     """
     return _compute(call.parts, call.arrays, call.extras)
 
 
-# Equal calls outside of a `jit`, and their gradients, are compiled once: without this one JAX would
-# compile the loops of each call anew.
+# This `jit` lets equal calls outside of a `jit`, and their gradients, compile once. Without it JAX
+# would compile the loops of each call anew.
 @functools.partial(jax.jit, static_argnums=0)
 def _compute(
     parts: tuple[Part, ...], arrays: tuple[Array, ...], extras: Extras
 ) -> tuple[Array, ...]:
     arrays, extras = vary_alike((arrays, extras))
-    if len(parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
+    # One part needs no selection. Under `shard_map` its head indices are global, while the arrays
+    # hold fewer heads.
+    if len(parts) == 1:
         return _run(parts[0], arrays, extras)
     results = [_run(part, *_select_heads(arrays, extras, part.heads)) for part in parts]
     order = np.argsort([head for part in parts for head in part.heads])
-    # Parts may hand on O in different formats; the widest one holds them all.
+    # Parts may return O in different dtypes; float32 holds all of their values.
     out, lse, *max_logit = zip(*results, strict=True)
     dtypes = {x.dtype for x in out}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
@@ -225,7 +245,7 @@ def _compute(
 
 
 def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, ...]:
-    """The part's implementation; where platforms differ, chosen when the call is lowered."""
+    """Runs the part's implementation, chosen at lowering time where platforms differ."""
     by_platform = {
         platform: functools.partial(_attend, IMPLEMENTATIONS[name], part.spec)
         for platform, name in part.implementations
@@ -239,7 +259,7 @@ def _attend(
     module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
 ) -> tuple[Array, ...]:
     seen = None
-    if module not in (tiled, dense):  # these drop every hidden pair by themselves
+    if module not in (tiled, dense):  # `tiled` and `dense` drop hidden pairs themselves
         q, k, _ = planes(*arrays)
         ends_at_lengths = module is gpu and extras.sinks is None
         seen = seen_by_any(extras, spec, q, k, ends_at_lengths=ends_at_lengths)
@@ -253,13 +273,13 @@ def _attend(
     if seen is None:
         return o, lse, *max_logit
     o, lse = seen.without_gradients(o, lse)
-    if extras.sinks is not None:  # the one gradient that a row without keys passes on
+    if extras.sinks is not None:  # a row without keys passes dlse on to its sink
         lse = jnp.where(seen.rows, lse, _lse_without_keys(extras, lse))
     return o, lse, *max_logit
 
 
 def _lse_without_keys(extras: Extras, lse: Array) -> Array:
-    """The sinks, but −inf in rows beyond the lengths, [B, T, N]."""
+    """The lse [B, T, N] of rows that see no key: their sink, or −inf beyond the query lengths."""
     assert extras.sinks is not None
     of_rows = jnp.broadcast_to(extras.sinks.astype(jnp.float32), lse.shape)
     if extras.query_lengths is None:

@@ -29,7 +29,7 @@ from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 _log = logging.getLogger(__name__)
 
 
-# A space before a lone axis: tools would take it for the name of a type.
+# A lone axis name starts with a space, because linters would read it as the name of a type.
 def dot_product_attention(
     query: Float[ArrayLike, "B T N H"],
     key: Float[ArrayLike, "B S K H"] | None = None,
@@ -56,7 +56,7 @@ def dot_product_attention(
     return_residual: bool = False,
     return_max_logit: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Array, ...]:
-    """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
+    """Computes O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
 
@@ -65,27 +65,27 @@ def dot_product_attention(
     `vmap` and `checkpoint`, and in your own `jax.shard_map` (see `within_shard`).
 
     **Hidden values.** A NaN or infinity reaches no result and has the gradient 0 if it is in a key
-    that no query sees, or in the query or gradient of a row that sees no key. If some rows see the
-    key and others do not (causality, segments), `dense` and `tiled` protect the others. The kernels
-    do not, within a tile: give the padding of packed keys an id that no query has. A row that sees
-    NaN or infinity returns it.
+    that no query sees, or in the query or gradient of a row that sees no key. If only some rows see
+    the key (because of causality or segments), `dense` and `tiled` protect the other rows. The
+    kernels do not protect rows of the same tile, so give the padding of packed keys a segment id
+    that no query has. A row that sees NaN or infinity returns it.
 
     **Second derivatives** (`jax.hessian`, `jax.jvp`, `jax.grad` of `jax.grad`) take the derivative
-    of every rounding as 1. Name `tiled` or `dense` for them: the kernels refuse. `jax.grad` of
-    `jax.grad` takes memory quadratic in the length.
+    of every rounding as 1. Name `tiled` or `dense` for them, because the kernels refuse. `jax.grad`
+    of `jax.grad` takes memory quadratic in the length.
 
     Args:
       query: q [B, T, N, H]. You may leave out the batch axis of q, k and v together. Without `key`
-        and `value` it is q, k and v packed as [B, T, 3, N, H]. The GPU kernels read this array, and
-        write its gradient, in place.
+        and `value`, `query` holds q, k and v packed as [B, T, 3, N, H]. The GPU kernels read the
+        packed array directly and write its gradient in the same layout.
       key: k [B, S, K, H] of q's dtype. N is a multiple of K (grouped-query attention).
-      value: v [B, S, K, V] of q's dtype. The head size V, which is also that of O, may differ from
-        H, as in multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve that.
+      value: v [B, S, K, V] of q's dtype. The head size V, which O shares, may differ from H, as in
+        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve V ≠ H.
       bias: added to the scores.
       mask: True if a query may see a key.
-      scale: factor of q kᵀ, by default 1/√H. It multiplies in float32. The kernels decline a traced
+      scale: factor of q kᵀ, by default 1/√H. It is applied in float32. The kernels decline a traced
         scale.
-      logits_soft_cap: c > 0, such as the 50 of Gemma 2, or None for no cap; not traced. Scores are
+      logits_soft_cap: the cap c > 0 (Gemma 2 uses 50), or None for no cap; not traced. Scores are
         c · tanh(scale · q kᵀ / c) in float32, before the bias and the mask. `hopper`, `gpu`,
         `tiled` and `dense` serve it. It excludes `delta='after_cast'` and `mean_key='subtracted'`
         in `numerics`, because rows of dS no longer sum to zero.
@@ -95,18 +95,20 @@ def dot_product_attention(
         lse = log(clamp) if a mask, segments or a negative query_offset hide all keys.)
       key_value_seq_lengths: number of valid keys per batch element, from 0 to S.
       local_window_size: (left, right), or one int for both; not traced. Row t sees the keys
-        t + query_offset − left <= s <= t + query_offset + right. Tiles outside are skipped.
+        t + query_offset − left <= s <= t + query_offset + right. Tiles outside the window are
+        skipped.
       query_offset: position of query 0 among the keys, for `is_causal` and the window: the number
         of keys in a cache that are older than the queries. One integer or one per batch element,
         from −2^29 to 2^29; it may be traced. 0 aligns the first query with the first key, as
-        `jax.nn` does. `'end'` aligns the last ones: S − T, or the difference of the lengths if they
-        are given. The kernels serve only 0, `tiled` any.
-      query_segment_ids: ids of packed sequences. A row sees only keys of its own segment. Numbers
-        are those of a dense mask, which is never formed.
-      key_value_segment_ids: ids of the keys; by default those of the queries, if T = S.
-      sinks: one learned score per query head, as in gpt-oss. It is one more column of each row,
-        added after scale, soft cap and bias, which no mask hides and which has no key or value. lse
-        includes it. A row that sees no key has lse = the sink, and passes on only the gradient
+        `jax.nn` does. `'end'` aligns the last query with the last key: the offset is S − T, or the
+        difference of the lengths if they are given. The kernels serve only 0; `tiled` and `dense`
+        serve any offset.
+      query_segment_ids: ids of packed sequences. A row sees only keys of its own segment. Results
+        equal those of the corresponding dense mask, which is never formed.
+      key_value_segment_ids: ids of the keys; by default the ids of the queries, if T = S.
+      sinks: one learned score per query head, as in gpt-oss. It is one more score in each row,
+        without a key or value. It is added after scale, soft cap and bias, and no mask hides it.
+        lse includes it. A row that sees no key has lse = the sink, and passes on only the gradient
         dlse. A row beyond `query_seq_lengths` has lse = −inf. A sink of −inf has no effect. The
         gradient is summed in float32. `hopper`, `gpu`, `tiled` and `dense` serve it. It excludes
         `mean_key='subtracted'`.
@@ -115,41 +117,42 @@ def dot_product_attention(
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads, or one per
         query head. Query heads that share a key head must agree. It may also be a sequence of
         `arithmetic.heads.HeadGroup`, which hold the row-max rules as well. Presets round to
-        bfloat16 whatever the arrays are: in float32 arrays `'flash'` differs from
+        bfloat16 whatever the dtype of the arrays: with float32 arrays `'flash'` differs from
         `jax.nn.dot_product_attention` by up to about 8e-3 for entries of order 1, and `'exact'`
-        rounds nothing. For float16 arrays take `FLASH.with_format('float16')`.
+        rounds nothing. For float16 arrays use `FLASH.with_format('float16')`.
       row_max: a row-max rule, or the name of one such as `'dynamic_max'`, for all heads, or one per
         query head.
       rng_key: PRNG key, needed if a point rounds stochastically. The random bits depend only on the
         key, batch element, head, row and column. Elements of a `vmap` over one key share them.
       implementation: `'hopper'`, `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'` or `'dense'`. None
-        takes the fastest that serves the request on the platform for which the call is lowered.
+        selects the fastest one that serves the request on the platform for which the call is
+        lowered.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`. They never change
         what is rounded where.
-      return_residual: return lse = log rowsum exp(scores) as well, float32 [B, T, N].
-      return_max_logit: return the largest score of every head as well, float32 [B, N]: after scale,
-        soft cap, bias and mask, before the sinks, and signed, as Kimi K2's QK-clip takes it. It is
-        −inf if no row of the head sees a key. It has no gradient. Where rows or keys are split over
-        a mesh axis of yours, take `jax.lax.pmax` of it.
+      return_residual: whether to return lse = log rowsum exp(scores) as well, float32 [B, T, N].
+      return_max_logit: whether to return the largest score of every head as well, float32 [B, N].
+        It is signed, and taken after scale, soft cap, bias and mask but before the sinks, as Kimi
+        K2's QK-clip needs it. It is −inf if no row of the head sees a key. It has no gradient. If
+        you split rows or keys over a mesh axis, reduce it with `jax.lax.pmax` over that axis.
 
     Returns:
-      O; (O, lse), (O, max_logit) or (O, lse, max_logit). O has q's dtype, or float32 if q's dtype
-      cannot hold the format of `numerics.output`.
+      O, or the tuple (O, lse), (O, max_logit) or (O, lse, max_logit) if more is asked for. O has
+      q's dtype, or float32 if q's dtype cannot hold the format of `numerics.output`.
 
     Raises:
       ValueError: a shape, dtype or option is wrong, or an array is split over an explicit mesh
         axis. The message names the value.
       UnsupportedError: the named implementation cannot serve the request. The message names the
-        reason and the implementations that can. It is a NotImplementedError.
-      NotImplementedError: the second derivative of a kernel.
-      TypeError: forward-mode differentiation (`jax.jvp`) of the call itself.
+        reason and the implementations that can. The error is a NotImplementedError.
+      NotImplementedError: a kernel is differentiated twice.
+      TypeError: the call itself is differentiated in forward mode (`jax.jvp`).
 
     Example:
       >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 2, 32), jnp.bfloat16)
       >>> dot_product_attention(q, k, v, is_causal=True).shape
       (1, 8, 2, 32)
     """
-    given = locals()  # the arguments, as long as nothing else has a name
+    given = locals()  # must come first, while the arguments are the only local names
     options = Options(*(given[name] for name in Options._fields))
     call, unbatched = prepare((query, key, value, bias, mask), options)
     validation.unsharded(call.arrays, implementation)
@@ -161,16 +164,22 @@ def dot_product_attention(
 
 
 def returned(results: tuple[Array, ...], *, return_residual: bool) -> Array | tuple[Array, ...]:
-    """What a call gives of O, lse and max logits, if there are any."""
+    """Returns O alone, or a tuple of O, lse if asked for, and the max logits if `results` has them.
+
+    Args:
+      results: O, lse and, if the call asked for them, the max logits.
+      return_residual: whether lse is returned.
+    """
     out, lse, *max_logit = results
     residual = (lse,) if return_residual else ()
     return (out, *residual, *max_logit) if residual or max_logit else out
 
 
 class Options(NamedTuple):
-    """The arguments of `dot_product_attention` that a call may leave out, as the caller gave them.
+    """The optional arguments of `dot_product_attention`, as the caller gave them.
 
-    Its fields are named as they are, and have their defaults.
+    The fields have the names and the defaults of these arguments. Bias, mask and `return_residual`
+    are not among them.
     """
 
     scale: Any = None
@@ -193,7 +202,7 @@ class Options(NamedTuple):
 
 
 def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[Call, bool]:
-    """Validates a call once and decides who computes which heads.
+    """Validates a call once and decides which implementation computes which heads.
 
     Args:
       arrays: query, key, value, bias and mask.
@@ -203,7 +212,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
       The call, and whether its arrays came without a batch axis.
     """
     operands, unbatched = validation.batched(*arrays[:3])
-    q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
+    q, k, v = jax.eval_shape(planes, *operands)  # validation needs only shapes and dtypes
     validation.check_inputs(q, k, v, names=("query", "key", "value"), any_value_size=True)
     if options.numerics is FLASH and q.dtype == jnp.float32:
         _log_default_in_float32()
@@ -222,9 +231,15 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
 def _validated(
     pairs: tuple[Any, Any], options: Options, q: Array, k: Array, unbatched: bool
 ) -> tuple[Extras, Callable[..., Spec]]:
-    """The optional arrays of a call, and its `Spec` but for the arithmetic.
+    """Returns the optional arrays of a call, and a constructor of its `Spec`.
 
-    pairs: bias and mask.
+    The constructor still needs the arithmetic: `numerics` and `row_max`.
+
+    Args:
+      pairs: bias and mask.
+      options: the other optional arguments.
+      q, k: the shapes and dtypes of the queries and keys, with a batch axis.
+      unbatched: whether the caller's arrays came without a batch axis.
     """
     bias, mask = pairs
     segments = [options.query_segment_ids, options.key_value_segment_ids]
@@ -276,7 +291,7 @@ def _validated(
 
 @functools.cache
 def _log_default_in_float32() -> None:
-    """Once per process."""
+    """Warns that the default numerics round float32 arrays, once per process."""
     _log.warning(
         "attention: float32 arrays with numerics 'flash', the default: probabilities, output and "
         "gradients are rounded to bfloat16, up to about 8e-3 from jax.nn; numerics='exact' rounds "

@@ -1,4 +1,4 @@
-"""The attention of Flax's modules, Linen and NNX."""
+"""The `attention_fn` of Flax modules, for Linen and NNX."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,48 +31,51 @@ def attention_fn(
     rng_key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
-    """Makes the `attention_fn` of a Flax layer, such as `nnx.MultiHeadAttention`.
+    """Returns the `attention_fn` of a Flax layer, such as `nnx.MultiHeadAttention`.
 
-    Causality reaches the kernels without a mask: by `is_causal=True`, here or in the call of an NNX
-    module, or by a causal mask whose values are known when the call is traced (NumPy, or made
-    outside `jit`), which is taken as `is_causal=True`. Linen's modules pass a mask alone. Any other
-    mask, one made inside `jit` included, stays a dense mask: tiles that it hides are not skipped.
+    The kernels skip tiles above the diagonal if they know that attention is causal. Pass
+    `is_causal=True`, here or in the call of an NNX module. Linen's modules pass only a mask. A
+    causal mask whose values are known when the call is traced (a NumPy array, or one made outside
+    `jit`) therefore counts as `is_causal=True`. Any other mask, including one made inside `jit`,
+    stays a dense mask, and tiles that it hides are not skipped.
 
-    Masks are boolean, or 0/1 as `make_causal_mask` gives them. A mask beside `is_causal=True`
-    narrows it: a row sees the keys that both let it see, as in Flax.
+    Masks are boolean, or 0/1 as `make_causal_mask` returns them. If a mask and `is_causal=True` are
+    both given, a row sees only the keys that both allow, as in Flax.
 
-    One query, a mask and more keys are a decoding step (`decode=True`): the query stands at the
-    last key that the mask shows, since Flax hides the part of the cache that is not yet written.
-    A window is counted from there. Causality hides no further key.
+    A call with one query, a mask and more than one key is a decoding step (`decode=True`). Flax's
+    mask hides the part of the cache that is not yet written, so the query stands at the last key
+    that the mask shows. A window is counted from there. Causality hides no further key.
 
-    Other calls with as many queries as keys count both from 0. With unequal numbers, as in
-    cross-attention, positions have no meaning of their own: `is_causal` and `local_window_size` are
-    refused, unless the call names a `query_offset`.
+    Other calls with equally many queries and keys count both from 0. With unequal numbers, as in
+    cross-attention, positions cannot be compared, so `is_causal` and `local_window_size` are
+    refused unless the call passes a `query_offset`.
 
     Args:
       numerics: see `dot_product_attention`.
-      row_max: likewise.
-      is_causal: row t sees the keys s <= t in every call; False leaves it to the call.
+      row_max: see `dot_product_attention`.
+      is_causal: whether row t sees only the keys s <= t in every call; False leaves the choice to
+        the call.
       local_window_size, logits_soft_cap: see `dot_product_attention`.
-      rng_key: PRNG key for stochastic points, or a function called at every use that returns one.
-      implementation: likewise.
+      rng_key: PRNG key for stochastic points, or a function that returns one and is called at every
+        use.
+      implementation: see `dot_product_attention`.
 
     Returns:
-      A function with the keyword arguments that Flax passes, and `query_offset` and `sinks`, see
-      `dot_product_attention`, for modules of your own. It raises NotImplementedError for
-      active dropout (Flax draws one mask over all pairs of a row and a key; without it in memory
-      no kernel gives the results of the same key), sown weights, a `precision` and einsum
-      overrides; ValueError for positions without a meaning.
+      A function with the keyword arguments that Flax passes. For your own modules it also takes
+      `query_offset` and `sinks`, see `dot_product_attention`. It raises NotImplementedError for
+      active dropout, sown weights, a `precision` and einsum overrides, and ValueError for positions
+      that cannot be compared. (Flax draws one dropout mask over all pairs of a row and a key. A
+      kernel that does not hold this mask in memory cannot reproduce Flax's result for a PRNG key.)
 
     Raises:
-      ValueError: an option that no call can have.
+      ValueError: an option is wrong for every call.
     """
 
     always_causal = validation.causal(is_causal)
     _check_made(numerics, row_max, local_window_size, rng_key, implementation)
     validation.soft_cap(logits_soft_cap, 1.0)
 
-    # Linen drops every keyword that is not named here, so a **kwargs would lose the mask.
+    # Linen passes only keywords that the signature names, so with **kwargs the mask would be lost.
     def attend(
         query: Array,
         key: Array,
@@ -109,7 +112,7 @@ def attention_fn(
         by_position = validation.causal(is_causal) or always_causal
         rows, keys = query.shape[-3], key.shape[-3]
         if query_offset is None and rows == 1 < keys and mask is not None:
-            by_position = False  # the mask hides what is not written yet
+            by_position = False  # the mask already hides the unwritten part of the cache
             if local_window_size is not None:
                 query_offset = _last_shown(mask, query.shape[:-3])
         elif mask is not None and query_offset is None and _is_causal_mask(mask):
@@ -141,7 +144,7 @@ def attention_fn(
 def _check_made(
     numerics: object, row_max: object, window: object, rng_key: object, implementation: object
 ) -> None:
-    """Raises ValueError for what needs no arrays to be wrong."""
+    """Raises ValueError for options that are wrong whatever the arrays are."""
     groups = validation.given_groups(numerics)
     chosen = [group.numerics for group in groups]
     if not groups:
@@ -153,7 +156,7 @@ def _check_made(
 
 
 def _last_shown(mask: ArrayLike, batch: tuple[int, ...]) -> Array:
-    """The last key that the mask [..., 1, S] shows to the one query; −1 where it shows none."""
+    """The index of the last key that the mask [..., 1, S] shows to its one query; −1 if none."""
     shown = jnp.asarray(mask).astype(jnp.bool_)
     if shown.ndim != len(batch) + 3:
         raise ValueError(f"mask must be [batch, heads, 1, keys], got shape {shown.shape}")
@@ -173,10 +176,10 @@ def _check_has_no_positions(is_causal: bool, window: object, rows: int, keys: in
 
 
 def _is_causal_mask(mask: ArrayLike) -> bool:
-    """Whether the mask is known here and lets every row t see the keys s <= t, and no other."""
+    """Whether the values of the mask are known now and row t sees exactly the keys s <= t."""
     if isinstance(mask, jax.core.Tracer):
         return False
     if isinstance(mask, jax.Array) and not mask.is_fully_addressable:
-        return False  # a part of it lies on devices of other processes
+        return False  # part of the mask lies on devices of other processes
     values = jax.device_get(mask).astype(bool)
     return values.ndim >= 2 and bool(np.all(values == np.tri(*values.shape[-2:], dtype=np.bool_)))

@@ -1,21 +1,22 @@
-"""The oracle: dense attention in float64 NumPy, forward and backward written out, no rounding.
+"""The oracle: dense attention in float64 NumPy, with both passes written out and no rounding.
 
 The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_product_attention`):
 
   q k v        queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, V]; N / K query heads
-               per key head; V is H but where it is said
+               per key head; V equals H unless stated otherwise
   s  (S)       scores q kᵀ · scale + bias, or                 [B, N, T, S]
                c tanh(q kᵀ · scale / c) + bias with a soft cap c
-  m            what the softmax subtracts from a row of S: its maximum, or what a rule makes of it
+  m            the number that the softmax subtracts from a row of S: the row maximum, or the value
+               that a row-max rule derives from it
   P̄            exp(S − m), the probabilities before division
   l            row sum of P̄
   acc (Ō)      P̄ v, the output before division
   p  (P)       P̄ / l = exp(S − lse), the probabilities
   o  (O)       Ō / l                                          [B, T, N, V]
   lse          m + log l                                      [B, T, N]
-  do dp ds     gradients of the loss by O, P and S
+  do dp ds     gradients of the loss with respect to O, P and S
   delta (δ)    rowsum(dO ∘ O) = rowsum(dP ∘ P)                [B, T, N]
-  dq dk dv     gradients of the loss by q, k, v
+  dq dk dv     gradients of the loss with respect to q, k and v
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ class Masking:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Everything the forward pass forms, float64; scores of unseen keys are −inf."""
+    """All that the forward pass computes, in float64; scores of unseen keys are −inf."""
 
     s: Float64[np.ndarray, "B N T S"]
     p: Float64[np.ndarray, "B N T S"]
@@ -57,7 +58,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Gradients, and the dP, δ and dS on the way to them, float64."""
+    """The gradients and their intermediates dP, δ and dS, all float64."""
 
     dq: Float64[np.ndarray, "B T N H"]
     dk: Float64[np.ndarray, "B S K H"]
@@ -77,14 +78,16 @@ def attention(
     soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Forward:
-    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0 and
-    lse = −inf, or its sink.
+    """Computes O = softmax(q kᵀ · scale + bias) v in float64.
+
+    A row that sees no key has O = 0. Its lse is its sink, or −inf without a sink or beyond the
+    query lengths.
 
     Args:
       q, k, v: arrays of any float dtype.
       scale: factor of q kᵀ, 1/√H by default.
-      soft_cap: c of c tanh(q kᵀ · scale / c) in place of q kᵀ · scale.
-      masking: which keys are seen, all by default.
+      soft_cap: the c of c tanh(q kᵀ · scale / c), which replaces q kᵀ · scale; None for no cap.
+      masking: which keys each row sees (all by default), the bias and the sinks.
     """
     q, k, v = _float64(q), _float64(k), _float64(v)
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
@@ -119,13 +122,14 @@ def backward(
     masking: Masking | None = None,
     dlse: Float[ArrayLike, "B T N"] | None = None,
 ) -> Backward:
-    """Gradients of sum(dO ∘ O) by q, k and v in float64; dS is the gradient of the bias.
+    """Computes the gradients of sum(dO ∘ O) with respect to q, k, v and the sinks in float64.
 
-    dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
-    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head. With a soft cap
-    dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c). The gradient of a sink is
-    −Σ exp(sink − lse) δ over the rows of its head. With `dlse` the loss has sum(dlse ∘ lse) beside:
-    δ − dlse stands for δ in all of these.
+    dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale and
+    dK = dSᵀ q · scale. dV and dK are summed over the query heads of a key head. dS is also the
+    gradient of the bias. With a soft cap, dQ and dK use dS times the derivative of the cap,
+    1 − tanh²(q kᵀ · scale / c). The gradient of a sink is −Σ exp(sink − lse) δ over the rows of its
+    head. With `dlse` the loss also contains sum(dlse ∘ lse), so δ − dlse replaces δ in all of these
+    formulas.
     """
     q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
@@ -151,7 +155,7 @@ def backward(
 
 
 def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray, "B T N"]:
-    """What is left of a row's sum of P: the weight of its sink."""
+    """P_sink = exp(sink − lse), the weight that a row gives to its sink; 0 without a sink."""
     b, n, t, s = forward.s.shape
     sink = _sink_column(masking, (b, n, t, s))[..., 0].transpose(0, 2, 1)
     exists = sink > -np.inf
@@ -159,22 +163,22 @@ def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray
 
 
 def pairs(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """q kᵀ of [B, T, N, H] and [B, S, N, H], [B, N, T, S]."""
+    """The product q kᵀ [B, N, T, S] of q [B, T, N, H] and k [B, S, N, H]."""
     return _product(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1))
 
 
 def over_keys(p: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """p v of [B, N, T, S] and [B, S, N, H], [B, T, N, H]."""
+    """The product p v [B, T, N, H] of p [B, N, T, S] and v [B, S, N, H], summed over keys."""
     return _product(p, v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
 def over_rows(p: np.ndarray, do: np.ndarray) -> np.ndarray:
-    """pᵀ do of [B, N, T, S] and [B, T, N, H], [B, S, N, H]."""
+    """The product pᵀ do [B, S, N, H] of p [B, N, T, S] and do [B, T, N, H], summed over rows."""
     return over_keys(p.swapaxes(2, 3), do)
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # `np.einsum` would do the same without BLAS, ten times slower.
+    # `np.matmul` uses BLAS; `np.einsum` would not, and takes ten times as long.
     with np.errstate(invalid="ignore"):
         return np.matmul(a, b)
 
@@ -184,7 +188,7 @@ def _float64(x: ArrayLike) -> np.ndarray:
 
 
 def _sink_column(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
-    """The sinks as one more column of scores, [B, N, T, 1]; −inf without and beyond the lengths."""
+    """The sinks as a column of scores [B, N, T, 1]; −inf without sinks and beyond the lengths."""
     b, n, t, _ = shape
     if masking.sinks is None:
         return np.full((b, n, t, 1), -np.inf)

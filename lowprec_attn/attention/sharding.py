@@ -1,4 +1,4 @@
-"""Attention over several devices: under a `jax.shard_map` of ours, or of the caller's."""
+"""Attention over several devices, under our own `jax.shard_map` or under the caller's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +17,24 @@ from lowprec_attn.attention.tap import tapped
 def sharded(
     mesh: Mesh, *, batch_axis: str | None = None, head_axis: str | None = None
 ) -> Callable[..., Any]:
-    """`dot_product_attention` under `jax.shard_map`: XLA does not partition a Pallas call.
+    """Wraps `dot_product_attention` in `jax.shard_map`, as XLA cannot partition a Pallas call.
 
-    The result is that of the unsharded call up to float32 summation order; random bits are the
-    same.
+    The result equals that of the unsharded call up to the order of float32 sums. Both draw the same
+    random bits.
 
     Args:
       mesh: the device mesh.
-      batch_axis: mesh axis over which the batch is split, None for not.
-      head_axis: mesh axis over which heads are split (whole key heads), None for not. Heads must
-        then share their arithmetic.
+      batch_axis: mesh axis over which the batch is split; None leaves the batch whole.
+      head_axis: mesh axis over which heads are split, by whole key heads; None leaves them whole.
+        Heads that are split must share their arithmetic.
 
     Returns:
-      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
-      axis. It raises ValueError where an axis does not divide.
+      A function with the arguments and errors of `dot_product_attention`, in which q, k and v must
+      have the batch axis. It raises ValueError if the batch or the key heads do not divide evenly
+      over their mesh axis, or if split heads differ in arithmetic.
+
+    Raises:
+      ValueError: the mesh has no axis of that name.
     """
     for axis in (batch_axis, head_axis):
         if axis is not None and axis not in mesh.axis_names:
@@ -64,19 +68,19 @@ def sharded(
 
 
 def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, ...]]:
-    """`dot_product_attention` for code that runs under `jax.shard_map` already.
+    """Returns `dot_product_attention` for code that already runs under `jax.shard_map`.
 
-    The kernels need a `jax.shard_map` with `check_vma=False`. Under its default, `check_vma=True`,
-    they decline, and without a choice `tiled` serves the call. The gradient of an array that does
-    not vary over a mesh axis is then summed over that axis.
+    The kernels need a `jax.shard_map` with `check_vma=False`. Under the default, `check_vma=True`,
+    they decline, and `tiled` serves a call that names no implementation. JAX then sums the gradient
+    of an array that does not vary over a mesh axis over that axis.
 
     Args:
-      batch_axis: mesh axis over which that code's batch is split, in equal parts. Random bits are
-        those of the whole batch.
+      batch_axis: mesh axis over which the surrounding code splits the batch, in equal parts. The
+        random bits equal those of a call with the whole batch.
 
     Returns:
-      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
-      axis.
+      A function with the arguments and errors of `dot_product_attention`, in which q, k and v must
+      have the batch axis.
     """
 
     def run(call: Call) -> tuple[Array, ...]:
@@ -91,7 +95,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, ...]]
 
 
 def _attention_by(run: Callable[[Call], tuple[Array, ...]]) -> Callable[..., Any]:
-    """`dot_product_attention` with its validated call computed by `run`."""
+    """Returns `dot_product_attention` with `run` as the function that computes a validated call."""
 
     def attend(
         query: Any,
@@ -156,7 +160,7 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
     if extras.sinks is not None:
         specs["sinks"] = PartitionSpec(head_axis)
     if extras.stream is not None:
-        # The indices in the stream are global, so each shard draws the bits of its own elements.
+        # Indices in the stream are global, so each shard draws the bits of its own elements.
         stream: dict[str, Any] = {
             "seed": PartitionSpec(),
             "batch": PartitionSpec(batch_axis),

@@ -1,6 +1,6 @@
-"""Where `diagnostics.capture` reads q, k, v, masks and dO of a call: an identity around O.
+"""The identity around O through which `diagnostics.capture` reads q, k, v, masks and dO of a call.
 
-Outside of a capture nothing is added to a program.
+Outside of a capture it adds nothing to a program.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from lowprec_attn.attention.dispatch import Call
 
 
 class Place(NamedTuple):
-    """A call of attention in a program, and what it knows of itself.
+    """A call of attention in a program, and its static arguments.
 
     Attributes:
-      number: grows from call to call in the order in which they are traced.
-      is_causal: row t sees the keys s <= t.
-      scale: of the scores; None for one that is not known before the call is run.
-      window, soft_cap: see `Spec`; None for none.
-      ignored: names of arguments that hide keys or change scores, and are not recorded.
+      number: increases from call to call, in the order in which calls are traced.
+      is_causal: whether row t sees only the keys s <= t.
+      scale: factor of q kᵀ; None if it is not known before the call runs.
+      window, soft_cap: see `Spec`; None if the call has none.
+      ignored: names of given arguments that hide keys or change scores but are not recorded.
     """
 
     number: int
@@ -36,11 +36,11 @@ class Place(NamedTuple):
     ignored: tuple[str, ...]
 
 
-# (place, arrays by name), called by the running program.
+# Called by the running program with the place and the arrays by name.
 Receiver = Callable[[Place, dict[str, np.ndarray]], None]
 
-# How many sequences of a batch are recorded (0: all), None outside of a capture. `jax.jit` keeps a
-# program for each value, so that neither kind of program is taken for the other.
+# How many sequences of a batch are recorded (0: all), or None outside of a capture. `jax.jit` keeps
+# one program per value, so it never reuses a program with a tap for a call without one.
 _sequences = jax.make_user_context(default_value=None)
 _receivers: list[Receiver] = []  # at most one
 _numbers = itertools.count()
@@ -48,14 +48,14 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
-    """Hands the arrays of every backward pass of attention within the block to a function.
+    """Passes the arrays of every backward pass of attention within the block to `receiver`.
 
     Args:
-      receiver: called from a thread of the runtime.
-      sequences: how many of each batch; 0 for all.
+      receiver: the function, which is called from a thread of the runtime.
+      sequences: how many sequences of each batch are passed; 0 for all.
 
     Raises:
-      RuntimeError: another block is open.
+      RuntimeError: another block of `receiving` is open.
     """
     if _receivers:
         raise RuntimeError("a capture is open already; captures cannot be nested")
@@ -63,13 +63,13 @@ def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
     try:
         with _sequences(sequences):
             yield
-        jax.effects_barrier()  # what was dispatched in the block may still run
+        jax.effects_barrier()  # programs that the block dispatched may still be running
     finally:
         _receivers.clear()
 
 
 def tapped(call: Call, out: Array) -> Array:
-    """`out`; where a block of `receiving` is open, the backward pass through it is handed over."""
+    """Returns `out`, and taps its backward pass if a block of `receiving` is open."""
     if not is_open():
         return out
     spec, extras = call.parts[0].spec, call.extras
@@ -104,15 +104,15 @@ def is_open() -> bool:
 
 
 def handed_over(arrays: dict[str, Array], out: Array, **facts: Any) -> Array:
-    """`out`, whose backward pass hands over the arrays and dO.
+    """Returns `out`, whose backward pass passes the arrays and dO to the receiver.
 
     Args:
-      arrays: by name, q, k and v [B, T, N, H] among them; sequences first, where an array has them,
-        sinks [1, N].
+      arrays: q, k and v [B, T, N, H] and the optional arrays, by name. The batch is the first axis
+        of every array that has one; sinks are [1, N].
       out: O [B, T, N, H].
-      facts: the fields of `Place`, but its number.
+      facts: the fields of `Place` except `number`.
     """
-    assert _sequences.value is not None  # `is_open`
+    assert _sequences.value is not None  # the caller has asked `is_open`
     return _tap(Place(next(_numbers), **facts), _sequences.value, arrays, out)
 
 
@@ -120,7 +120,7 @@ def handed_over(arrays: dict[str, Array], out: Array, **facts: Any) -> Array:
 def _tap(
     place: Place, sequences: int, arrays: dict[str, Array], out: Float[Array, "B T N H"]
 ) -> Float[Array, "B T N H"]:
-    """`out` itself."""
+    """Returns `out` unchanged."""
     return out
 
 
@@ -133,8 +133,9 @@ def _forward(
 def _backward(
     place: Place, sequences: int, kept: dict[str, Array], do: Array
 ) -> tuple[None, Array]:
-    # One call with all of them: nothing else would say which dO belongs to which q. It runs where
-    # the backward pass does, once, also under `jax.checkpoint`, which runs the forward pass twice.
+    # One callback takes all arrays, because nothing else would tell which dO belongs to which q. It
+    # runs in the backward pass, so it runs once even under `jax.checkpoint`, which runs the forward
+    # pass twice.
     jax.debug.callback(functools.partial(_hand_over, place), kept | {"do": do[: sequences or None]})
     return None, do
 

@@ -1,4 +1,4 @@
-"""The GPU that a program is compiled for, named on a host without one; who serves it, and why."""
+"""Names the GPU that a program is compiled for, and explains the choice of an implementation."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ from lowprec_attn.attention.dispatch import declined_by, resolve
 
 _log = logging.getLogger(__name__)
 
-# Kinds that the kernels have been compiled for, by compute capability.
+# Device kinds for which the kernels have been compiled, by compute capability.
 _KINDS = {
     "8.0": "NVIDIA A100",
     "8.9": "NVIDIA L4",
@@ -26,21 +26,22 @@ _LEAST = (8, 0)  # Ampere
 
 @contextlib.contextmanager
 def compiled_for(device: str) -> Iterator[None]:
-    """A context in which attention is traced for one GPU of a kind, whatever this host has.
+    """A context in which attention is traced for one GPU of the given kind, whatever this host has.
 
-    Without it, a host without a GPU does not know the kind that a program for CUDA will run on, and
-    takes `gpu`, which runs on all from compute capability 8.0 on, even where `hopper` is faster.
-    On a kind for which the kernels have not been compiled, newer ones among them, `gpu` is taken as
-    well, and a warning is logged.
+    Without this context, a host without a GPU does not know which kind of GPU will run a program
+    for CUDA. It then chooses `gpu`, which runs on every GPU of compute capability 8.0 or higher,
+    even where `hopper` would be faster. If the kernels have not been compiled for the named kind,
+    which may be a newer one, `gpu` is chosen as well, and a warning is logged.
 
     Args:
-      device: the kind as JAX names it, or its beginning, with or without its maker (`NVIDIA H100`,
-        `H100`); or its compute capability (`9.0`, `sm_90`).
+      device: JAX's name of the device kind, or the beginning of that name, with or without the
+        maker (`NVIDIA H100`, `H100`); or the compute capability (`9.0`, `sm_90`).
 
     Raises:
-      ValueError: neither; a TPU, for which nothing need be named; a capability below 8.0, or one
-        newer than those known, whose kind has to be named; or arrays are already sharded over a
-        mesh, whose `abstract_device` names it.
+      ValueError: `device` is neither a device kind nor a compute capability; it is a TPU, which
+        need not be named; it is a capability below 8.0, or one that is not known, so that the
+        device kind must be named; or a mesh is already set, whose `abstract_device` must be set
+        instead.
 
     Example:
       with attention.compiled_for("NVIDIA H100"):
@@ -81,12 +82,12 @@ def _kind(device: str) -> str:
 
 
 def explanation(request: Request) -> str:
-    """Which implementation a request gets on its platform, and why none of the faster ones.
+    """Says which implementation serves a request on its platform, and why no faster one does.
 
-    Such as `gpu, since hopper does not support NVIDIA A100 (it needs a Hopper GPU)`.
+    An example is `gpu, since hopper does not support NVIDIA A100 (it needs a Hopper GPU)`.
 
     Raises:
-      UnsupportedError: no implementation serves it.
+      UnsupportedError: no implementation serves the request.
     """
     taken = resolve(request)
     reasons = declined_by(request, taken)

@@ -1,8 +1,9 @@
-"""Flash attention as loops over tiles in plain JAX: every point, rule and `kv_block`, any backend.
+"""Flash attention as loops over tiles in plain JAX, for every point, rule, `kv_block` and backend.
 
-A query tile loops over blocks of keys, and the backward pass recomputes the scores from q, k and
-lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2). So memory is linear in the sequence
-length. Blocks of keys above the causal diagonal or outside the window are not visited.
+Each query tile loops over blocks of keys, and the backward pass recomputes P from q, k and the
+saved row statistics (FlashAttention-2, arXiv 2307.08691, Algorithms 1 and 2). Memory is therefore
+linear in the sequence length. Blocks of keys above the causal diagonal or outside the window are
+not visited.
 """
 
 import dataclasses
@@ -35,12 +36,13 @@ DEFAULT_KV_BLOCK = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Tile sizes, for speed alone.
+    """Tile sizes, which affect only speed.
 
     Attributes:
-      query: query rows of a tile.
-      kv_bwd: keys of a tile in the backward pass. The forward pass has `kv_block` of them. So have
-        both passes, on both sides of a tile, where `tile_grads` rounds.
+      query: query rows per tile.
+      kv_bwd: keys per tile in the backward pass. In the forward pass a tile has `kv_block` keys. If
+        `tile_grads` rounds, tiles of the backward pass have `kv_block` rows and `kv_block` keys,
+        and both sizes here are ignored in that pass.
 
     Raises:
       ValueError: a size is not positive.
@@ -56,12 +58,15 @@ class BlockSizes:
 
 
 def unsupported(request: Request) -> str | None:
-    """Names what in the request `tiled` cannot serve, or None."""
+    """Names the feature of the request that `tiled` cannot serve, or None."""
     return unsupported_in_tiles(request, BlockSizes) or _unsupported_scales(request)
 
 
 def _unsupported_scales(request: Request) -> str | None:
-    """Scales of blocks that a tile would cut, of arrays that exist in tiles alone."""
+    """Names a block scale of P̄, P or dS whose blocks a tile would cut, or None.
+
+    These arrays exist only in tiles, so a block must lie within one tile.
+    """
     n, sizes = request.spec.numerics, request.spec.block_sizes or BlockSizes()
     assert isinstance(sizes, BlockSizes)  # `unsupported_in_tiles` declines any other
     rows, keys = request.q_shape[1], request.kv_shape[1]
@@ -72,19 +77,20 @@ def _unsupported_scales(request: Request) -> str | None:
         rounding = getattr(n, point)
         block = None if rounding.scaling is None else rounding.scaling.block_on_axis
         for name, (size, length) in tiles.items():
-            is_one = isinstance(length, int) and size >= length  # or the length is symbolic
+            # One tile holds the whole axis; of a symbolic length this is not known.
+            is_one = isinstance(length, int) and size >= length
             if block is not None and size % block and not is_one:
                 return f"{point}={rounding} with {name}={size} (it takes multiples of {block})"
     return None
 
 
 def keys_per_step(request: Request) -> int:
-    """Keys of one online-softmax step."""
+    """The number of keys per online-softmax step."""
     return request.spec.numerics.step_of(request.kv_shape[1], DEFAULT_KV_BLOCK)
 
 
 def exponent_of(request: Request) -> str:
-    """How both passes form exponents: `Numerics.exponent`."""
+    """How both passes form exponents: `Numerics.exponent`, or 'shift_first' if that is None."""
     return request.spec.numerics.exponent or "shift_first"
 
 
@@ -95,9 +101,10 @@ def attention(
     extras: Extras,
     spec: Spec,
 ) -> tuple[Array, ...]:
-    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+    """Returns O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and the float32 lse [B, T, N].
 
-    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    Values are rounded as `spec.numerics` says. With `spec.max_logit` the function also returns the
+    largest score of every row [B, T, N].
     """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
@@ -108,7 +115,13 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 
 class _Written(NamedTuple):
-    """What the forward pass computes: O with lse and the like, O_saved if δ reads another O."""
+    """What the forward pass computes.
+
+    Attributes:
+      results: O, lse and, with `spec.max_logit`, the largest scores.
+      o_saved: the O that δ reads, if it differs from the returned O; else None.
+      statistics: the row statistics from which the backward pass recomputes P.
+    """
 
     results: tuple[Array, ...]
     o_saved: Array | None
@@ -129,7 +142,7 @@ def _forward(
             k_tile, v_tile = (grid.key_rows(x, j) for x in (tiles.k, tiles.v))
             s, seen, place, _ = _tile_scores(grid, tiles.extras, q_tile, k_tile, (i, j), spec)
             new = softmax.softmax_step(state, s, v_tile, spec, extras, place, seen)
-            # A rule that visits tiles above the diagonal has no row there that misses a block.
+            # With a rule that visits tiles above the diagonal, every row takes those blocks too.
             visited = visibility.visited(
                 extras, place, grid.keys, causal=grid.rows_can_miss_blocks, window=spec.window
             )
@@ -153,7 +166,7 @@ def _forward(
 
 
 class _Sums(NamedTuple):
-    """Running sums of the backward pass over all query tiles, float32."""
+    """Running float32 sums of the backward pass over all query tiles."""
 
     dk: Array
     dv: Array
@@ -163,10 +176,10 @@ class _Sums(NamedTuple):
 
 
 class _BackwardRows(NamedTuple):
-    """The rows of a query tile in the backward pass, over the blocks of keys that they see.
+    """The rows of one query tile in the backward pass, and loops over the key blocks they visit.
 
-    `of` has the q and dO of these rows, and all keys. `dtype` is that of the inputs, `ds_amax` as
-    in `BackwardTile`.
+    `of` holds the q and dO of these rows, and all keys and values. `dtype` is the dtype of the
+    inputs. For `ds_amax` see `BackwardTile`.
     """
 
     grid: Grid
@@ -182,13 +195,13 @@ class _BackwardRows(NamedTuple):
     ds_amax: Array | None = None
 
     def with_sink(self) -> "_BackwardRows":
-        """The rows with their column of the sinks, and with dO and dlse that reach keys."""
+        """Returns the rows with their sink column, and with dO and dlse 0 in rows without keys."""
 
         extras, rows = self.extras, self.grid.place(self.i, 0).rows
 
         def step(j: Index, sees: Array) -> Array:
             seen = _seen(self.grid, extras, self.i, j, self.spec)
-            # Without anything that hides keys every row sees some.
+            # If nothing hides keys, every row sees some.
             return sees | (seen is None or jnp.any(seen, axis=-1, keepdims=True))
 
         blocks = self.grid.kv_begin(self.i), self.grid.kv_end(self.i)
@@ -198,7 +211,12 @@ class _BackwardRows(NamedTuple):
         return self._replace(of=self.of.with_do(sink.seen), dlse=sink.seen(self.dlse), sink=sink)
 
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
-        """total = add(total, j, P and dP, k, place) over the blocks j."""
+        """Loops over the key blocks j with total = add(total, j, tile, k, place).
+
+        Args:
+          add: adds a block; `tile` is its `BackwardTile` and `k` its keys as S reads them.
+          total: the start of the sum.
+        """
 
         def step(j: Index, total: Any) -> Any:
             k, v = (self.grid.key_rows(x, j) for x in (self.of.k, self.of.v))
@@ -213,21 +231,21 @@ class _BackwardRows(NamedTuple):
     def query_gradient(
         self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
     ) -> Array:
-        """What a block adds to dQ; k: that of dQ."""
+        """The contribution of a block to dQ; `k` holds the keys as the product of dQ reads them."""
         return backward.query_gradient(tile, delta, k, self.spec, self.extras, place)
 
     def k_of_q(self, j: Index) -> Array:
-        """The k of dQ in block j."""
+        """The keys of block j as the product of dQ reads them."""
         return self.grid.key_rows(self.of.k_of_dq, j)
 
     def finished(self, dq: Array) -> Array:
-        """dQ of all blocks."""
+        """Returns dQ from its sum over all blocks; adds back dlse times the mean key if needed."""
         if self.of_q is None:
             return dq
         return self.of_q.give_back(dq, self.dlse, self.spec, self.extras)
 
     def delta(self, o_saved: Array | None) -> Array:
-        """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
+        """δ or δ₀, without dlse. If no O is saved, this takes a pass over the keys."""
         rows = span(self.i * self.grid.block_q, self.grid.block_q)[:, None]
         if o_saved is None:
             delta = self.over_keys(
@@ -250,7 +268,14 @@ class _BackwardRows(NamedTuple):
         return self.over_keys(larger, jnp.zeros_like(self.dlse[:, :, :1, :1]))
 
     def corrected(self, delta: Array) -> tuple[Array, backward.Delta, BackwardSums | None]:
-        """dQ, what dS has in dK, and sums of rows, of δ₀: a pass over the keys of its own."""
+        """Corrects δ₀ so that rows of dS sum to zero, in a separate pass over the keys.
+
+        Args:
+          delta: δ₀ of the rows.
+
+        Returns:
+          dQ, the `Delta` to use in dK, and the row sums that the call asks for, or None.
+        """
         extras = self.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, _: Array, place: Any) -> Any:
@@ -273,21 +298,31 @@ class _BackwardRows(NamedTuple):
     def reported(
         self, tile: backward.BackwardTile, delta: Array, place: Place
     ) -> backward.QuerySums | None:
-        """The row sums of a block that the call asks for; delta: that of dQ."""
+        """The row sums of a block, or None if the call asks for none; `delta` is the δ of dQ."""
         extras = self.extras
         if extras.backward_sums is None:
             return None
         return backward.query_sums(tile, delta, self.spec, extras, place)
 
     def nothing_reported(self) -> backward.QuerySums | None:
-        """The same of no block."""
+        """The row sums before the first block: zeros, or None if the call asks for none."""
         asked = self.extras.backward_sums is not None
         return backward.QuerySums.zeros(self.dlse) if asked else None
 
     def gradients(
         self, sums: _Sums, delta: backward.Delta, dq: Array | None
     ) -> tuple[_Sums, Array, BackwardSums | None]:
-        """The sums with this tile's contributions; its dQ and row sums if dQ is not known yet."""
+        """Adds the contributions of this query tile to the sums over tiles.
+
+        Args:
+          sums: the sums before this tile.
+          delta: what is subtracted from the rows of dP and dS.
+          dq: the finished sum of dQ over blocks, or None if it is to be computed here.
+
+        Returns:
+          The sums with this tile, its dQ, and its row sums if they are asked for and dQ is computed
+          here.
+        """
         grid, extras, of = self.grid, self.extras, self.of
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
@@ -333,7 +368,7 @@ def _backward(
     of = of.with_rows(grid.pad_rows).with_keys(grid.pad_keys)
     extras = grid.pad_extras(res.inputs.extras)
     dlse = grid.pad_rows(dlse[..., None])
-    # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
+    # Padding with +inf gives padded rows P = 0. Their scores are the bias, whose exp may overflow.
     subtracted, inverse_l = res.statistics
     subtracted = grid.pad_rows(subtracted, jnp.inf)
     inverse_l = None if inverse_l is None else grid.pad_rows(inverse_l)
@@ -342,7 +377,7 @@ def _backward(
         o_saved = grid.pad_rows(operands.read(res.o_saved, "output_bwd", spec, extras))
 
     def rows_of(i: Index) -> tuple[_BackwardRows, Array]:
-        """The rows of a tile, and their δ or δ₀, without dlse."""
+        """Returns the rows of query tile i and their δ or δ₀, without dlse."""
         statistics, dlse_tile = jax.tree.map(
             lambda x: grid.query_rows(x, i), (RowStatistics(subtracted, inverse_l), dlse)
         )
@@ -376,7 +411,7 @@ def _backward(
             dq, corrected, of_rows = queries.corrected(delta)
             sums, dq, _ = queries.gradients(with_dsinks(corrected), corrected, dq)
             return sums, (dq, of_rows)
-        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        # Since d lse / dS = P, the gradient of lse enters dS = P ∘ (dP − δ + dlse) next to δ.
         delta = delta - queries.dlse
         unshifted = backward.Delta(delta, delta)
         sums, dq, of_rows = queries.gradients(with_dsinks(unshifted), unshifted, None)
@@ -405,7 +440,7 @@ def _backward(
 def _saving(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, ...], layout.Residuals]:
-    """The forward pass, and what it keeps for the backward pass."""
+    """Runs the forward pass; returns its results and what is kept for the backward pass."""
     forward = differentiated_as(
         partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
     )
@@ -415,8 +450,9 @@ def _saving(
     return results, layout.Residuals(layout.Grouped(q, k, v, extras), saved, statistics)
 
 
-# A loop that ends at the causal diagonal or a window has a traced length, so JAX has no reverse
-# mode for it. Second derivatives are those of loops over every block, which round the same values.
+# A loop that ends at the causal diagonal or at a window has a traced length, and JAX cannot
+# differentiate such a loop in reverse mode. Second derivatives therefore differentiate twins that
+# loop over every block and compute the same values.
 _attend.defvjp(
     _saving,
     lambda spec, res, cotangents: differentiated_as(
@@ -434,7 +470,7 @@ def _grid(inputs: layout.Grouped, spec: Spec, *, backward: bool, every_block: bo
     block_q, block_kv = sizes.query, _at_most(sizes.kv_bwd, keys) if backward else step
     if backward and not n.tile_grads.is_identity:
         block_kv, block_q = step, n.step_of(rows, DEFAULT_KV_BLOCK)
-    # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
+    # Tiles above the diagonal have P = 0. Only some rules visit them, in the forward pass.
     skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
     offset = inputs.extras.query_offset
     return Grid(
@@ -451,16 +487,23 @@ def _grid(inputs: layout.Grouped, spec: Spec, *, backward: bool, every_block: bo
 
 
 def _at_most(block: int, length: Any) -> int:
-    """No block is longer than the array, unless the array's length is symbolic."""
+    """Returns `block`, limited to `length` unless that is symbolic."""
     return min(block, length) if isinstance(length, int) else block
 
 
 def _tile_scores(
     grid: Grid, extras: Extras, q: Array, k: Array, at: tuple[Index, Index], spec: Spec
 ) -> tuple[Array, Array | None, Place, Array | None]:
-    """Masked scores of query tile q against block k, which are seen, and where they lie.
+    """Returns the masked scores of a query tile against a block of keys, with their circumstances.
 
-    `at` is the tile (i, j). The last is the slope of the soft cap, None without one.
+    Args:
+      grid, extras, spec: the call.
+      q, k: the query tile and the block of keys, as S reads them.
+      at: the tile (i, j).
+
+    Returns:
+      The masked scores, which pairs are seen (None: all), the place of the tile, and the slope of
+      the soft cap (None without a cap).
     """
     place = grid.place(*at)
     bias = None if extras.bias is None else grid.pairs(extras.bias, *at)
@@ -473,12 +516,12 @@ def _tile_scores(
 
 
 def _seen(grid: Grid, extras: Extras, i: Index, j: Index, spec: Spec) -> Array | None:
-    """Which keys of block j the rows of query tile i see; None: all, and what pads the block."""
+    """Which keys of block j the rows of query tile i see; None if all, padding included."""
     mask = None if extras.mask is None else grid.pairs(extras.mask, i, j)
     mask = visibility.unhidden(mask, *grid.segments(extras, i, j))
     place = grid.place(i, j)
     seen = visibility.visible(extras, spec, place, mask)
     if seen is None:
         return None
-    # Of what pads the last tiles nothing is seen: it meets what is not finite.
+    # Padding counts as hidden, because a product of padding with NaN or infinity is not zero.
     return seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]

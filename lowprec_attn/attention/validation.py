@@ -1,4 +1,4 @@
-"""Checks of one attention call, made once, at the border: each error names the value."""
+"""Checks the arguments of an attention call, once and on entry; each error names the value."""
 
 import math
 import warnings
@@ -24,16 +24,18 @@ from lowprec_attn.numerics import (
 )
 
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
-MAX_POSITION = 2**29  # of row 0
+MAX_POSITION = 2**29  # the largest position of row 0 among the keys
 
 
 def batched(
     q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None
 ) -> tuple[tuple[Array, ...], bool]:
-    """q, k and v, or the packed array q, with a batch axis; and whether they came without one.
+    """Returns q, k and v, or the packed array q, with a batch axis.
+
+    The second result says whether the arrays came without a batch axis.
 
     Raises:
-      ValueError: k or v alone is missing, or both are and q is not packed.
+      ValueError: only one of k and v is missing, or both are missing and q is not packed.
     """
     if (k is None) != (v is None):
         missing, given = ("key", "value") if k is None else ("value", "key")
@@ -59,12 +61,12 @@ def check_inputs(
 ) -> None:
     """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
 
-    Warns where q would be of the other arrays' lengths and heads with two axes exchanged.
+    Warns if q looks as though its axes of length and heads are exchanged.
 
     Args:
       q, k, v: the arrays.
-      names: what the caller calls them.
-      any_value_size: whether the last axis of v may have another length.
+      names: the caller's names of the arrays, for the messages.
+      any_value_size: whether the last axis of v may differ in length from that axis of k.
     """
     of_q, of_k, of_v = names
     for name, x in zip(names, (q, k, v), strict=True):
@@ -92,8 +94,8 @@ def check_inputs(
             f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads; "
             f"shapes {q.shape} and {k.shape} are read as [batch, length, heads, head size]"
         )
-    # One query over as many keys as heads is an ordinary step of decoding, and one key head serves
-    # any number of query heads.
+    # Some ordinary calls must not warn: a decoding step of one query, with as many keys as heads,
+    # and calls with one key head, which serves any number of query heads.
     exchanged = q.shape[2] == k.shape[1] and q.shape[1] % k.shape[2] == 0 and k.shape[2] > 1
     if exchanged and q.shape[1] != q.shape[2]:
         warnings.warn(
@@ -105,10 +107,11 @@ def check_inputs(
 
 
 def unsharded(arrays: Sequence[Array], implementation: str | None) -> None:
-    """Refuses arrays split over an explicit mesh axis, which no loop and no kernel here can take.
+    """Refuses arrays that are split over an explicit mesh axis; only `dense` can take them.
 
     Raises:
-      ValueError: one is split so, and the implementation is not `dense`.
+      ValueError: an array is split over an explicit mesh axis and the implementation is not
+        `dense`.
     """
     for x in arrays:
         split = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
@@ -121,10 +124,10 @@ def unsharded(arrays: Sequence[Array], implementation: str | None) -> None:
 
 
 def pairs(name: str, x: ArrayLike | None, q: Array, k: Array) -> Array | None:
-    """A mask or bias as an array of rank 4 that broadcasts to [B, N, T, S].
+    """Returns a mask or bias as an array of rank 4 that broadcasts to [B, N, T, S].
 
     Raises:
-      ValueError: wrong dtype, or a shape that does not broadcast.
+      ValueError: the dtype is wrong, or the shape does not broadcast.
     """
     if x is None:
         return None
@@ -142,11 +145,11 @@ def pairs(name: str, x: ArrayLike | None, q: Array, k: Array) -> Array | None:
 
 
 def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Array | None:
-    """Sequence lengths as int32 [B].
+    """Returns sequence lengths as int32 [B].
 
     Raises:
-      ValueError: not an integer array of shape [B], or, where values are known now, one is not
-        from 0 to `longest`.
+      ValueError: `given` is not an integer array of shape [B], or a length that is known now does
+        not lie from 0 to `longest`.
     """
     if given is None:
         return None
@@ -164,21 +167,23 @@ def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Arr
 
 
 def _is_known(given: object) -> bool:
-    """Whether this process knows the values: not traced ones, nor all of an array over hosts."""
+    """Whether this process knows the values: they are not traced, and lie on its own devices."""
     return not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
 
 
 def segments(
     query: ArrayLike | None, key: ArrayLike | None, rows: tuple[int, int], keys: tuple[int, int]
 ) -> tuple[Array | None, Array | None]:
-    """Segment ids as int32 [B, T] and [B, S]; those of the queries serve as many keys too.
+    """Returns segment ids as int32 [B, T] and [B, S].
+
+    If only the ids of the queries are given and T = S, they serve as the ids of the keys.
 
     Args:
-      query, key: as the caller gave them.
-      rows, keys: (B, T) and (B, S).
+      query, key: the ids as the caller gave them.
+      rows, keys: the shapes (B, T) and (B, S).
 
     Raises:
-      ValueError: one is missing beside the other, or is not integers of its shape.
+      ValueError: the ids of one side are missing, or are not integers of the right shape.
     """
     if query is None and key is None:
         return None, None
@@ -199,12 +204,12 @@ def segments(
         _integers("key_value_segment_ids", key, keys),
     )
     of_queries, of_keys = _renamed(*ids) if any(x.dtype.itemsize > 4 for x in ids) else ids
-    # 32 bits without a sign wrap one to one.
+    # The cast of uint32 to int32 wraps, but keeps different ids different.
     return jnp.asarray(of_queries).astype(jnp.int32), jnp.asarray(of_keys).astype(jnp.int32)
 
 
 def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.ndarray:
-    """Integers of a shape as given: `jnp.asarray` would cut 64 bits to 32."""
+    """Returns the ids, checked, in the dtype as given: `jnp.asarray` would cut 64 bits to 32."""
     ids = x if isinstance(x, jax.Array) else np.asarray(x)
     if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
@@ -214,11 +219,13 @@ def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.nda
 
 
 def _renamed(query: Array | np.ndarray, key: Array | np.ndarray) -> tuple[Any, Any]:
-    """Segment ids of 64 bits by their order, which is less than T + S: equal ids stay equal.
+    """Replaces 64-bit segment ids by their ranks, which are less than T + S; equal ids stay equal.
+
+    Ids that must be 32-bit, because JAX holds no 64-bit integers, are returned as they are.
 
     Raises:
-      ValueError: signed ids beside unsigned ones, or ids of which only those of one side are known
-        and one is beyond int32.
+      ValueError: one side has signed and the other unsigned ids; or JAX holds no 64-bit integers,
+        the ids are not NumPy arrays on both sides, and one of them exceeds 32 bits.
     """
     kinds = {x.dtype.kind for x in (query, key)}
     if len(kinds) > 1:
@@ -230,7 +237,7 @@ def _renamed(query: Array | np.ndarray, key: Array | np.ndarray) -> tuple[Any, A
         both = np.concatenate([query, key], axis=1)
         ranks = np.unique(both, return_inverse=True)[1].reshape(both.shape)
         return ranks[:, :split], ranks[:, split:]
-    if jax.dtypes.canonicalize_dtype(np.int64).itemsize < 8:  # JAX's own have 32 bits
+    if jax.dtypes.canonicalize_dtype(np.int64).itemsize < 8:  # JAX arrays hold at most 32 bits
         for x in (x for x in (query, key) if isinstance(x, np.ndarray)):
             limits = np.iinfo(np.int32 if "i" in kinds else np.uint32)
             outside = x[(x < limits.min) | (x > limits.max)]
@@ -245,10 +252,10 @@ def _renamed(query: Array | np.ndarray, key: Array | np.ndarray) -> tuple[Any, A
 
 
 def scale(value: object, head_size: int) -> float:
-    """The factor of q kᵀ, 1/√H by default.
+    """Returns the factor of q kᵀ, by default 1/√H.
 
     Raises:
-      ValueError: not one real number, or one that float32 cannot hold.
+      ValueError: `value` is not one real number, or float32 cannot hold it.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"scale must be a Python number here, got the traced {value.aval}")
@@ -258,7 +265,10 @@ def scale(value: object, head_size: int) -> float:
 
 
 def _real_number(name: str, value: object) -> float:
-    """Raises ValueError unless it is one real number, known now, that float32 can hold."""
+    """Returns `value` as a float, or raises ValueError.
+
+    `value` must be one real number that is known now and that float32 can hold.
+    """
     kinds = int | float | np.integer | np.floating | np.ndarray | jax.Array
     number = np.asarray(value if isinstance(value, kinds) else "none")
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer))
@@ -273,10 +283,14 @@ def _real_number(name: str, value: object) -> float:
 
 
 def backward_sums(value: BackwardSums | None, shape: tuple[int, ...]) -> BackwardSums | None:
-    """Two float32 arrays [B, T, N], or None; `shape` may lack the batch axis.
+    """Returns `backward_sums` as two float32 arrays [B, T, N], or None if it is not given.
+
+    Args:
+      value: as the caller gave it.
+      shape: the shape that its arrays must have; it may lack the batch axis.
 
     Raises:
-      ValueError: something else.
+      ValueError: `value` is not a `BackwardSums` of float32 arrays of that shape.
     """
     if value is None:
         return None
@@ -291,10 +305,10 @@ def backward_sums(value: BackwardSums | None, shape: tuple[int, ...]) -> Backwar
 
 
 def sinks(value: ArrayLike | None, heads: int) -> Array | None:
-    """One float per query head, [N], or None.
+    """Returns the sinks [N], one float per query head, or None if they are not given.
 
     Raises:
-      ValueError: not a float array of that shape, or, where values are known now, one is NaN or
+      ValueError: `value` is not a float array of that shape, or a sink that is known now is NaN or
         +inf.
     """
     if value is None:
@@ -314,14 +328,14 @@ def sinks(value: ArrayLike | None, heads: int) -> Array | None:
 
 
 def soft_cap(value: object, scale: float) -> float | None:
-    """c of c · tanh(scale · q kᵀ / c), or None.
+    """Returns the cap c of c · tanh(scale · q kᵀ / c), or None if it is not given.
 
     Args:
-      value: as the caller gave it.
-      scale: 1 where it is traced.
+      value: the cap as the caller gave it.
+      scale: the factor of q kᵀ, or 1 if that is traced.
 
     Raises:
-      ValueError: it is traced, or not one positive number c of which float32 can hold c and
+      ValueError: the cap is traced, is not one positive number, or float32 cannot hold c or
         scale / c.
     """
     if value is None:
@@ -346,10 +360,10 @@ def soft_cap(value: object, scale: float) -> float | None:
 
 
 def traced_scale(value: object) -> Array | None:
-    """A scale that JAX traces, as float32 []; None where it is known now, or not given.
+    """Returns a traced scale as a float32 scalar; None if the scale is known now or not given.
 
     Raises:
-      ValueError: not one real number.
+      ValueError: the traced value is not one real number.
     """
     if not isinstance(value, jax.core.Tracer):
         return None
@@ -360,10 +374,10 @@ def traced_scale(value: object) -> Array | None:
 
 
 def causal(value: object) -> bool:
-    """`is_causal`, which decides what is compiled.
+    """Returns `is_causal` as a bool; it must be static, because it decides what is compiled.
 
     Raises:
-      ValueError: it is traced, or no bool.
+      ValueError: `value` is traced or is not a bool.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
@@ -378,16 +392,16 @@ def causal(value: object) -> bool:
 def query_offset(
     value: Any, q: Array, k: Array, query_lengths: Array | None, key_lengths: Array | None
 ) -> Array | None:
-    """`query_offset` as int32 [B]; None for 0.
+    """Returns `query_offset` as int32 [B]; None for an offset of 0.
 
     Args:
-      value: as the caller gave it.
-      q, k: for their shapes.
-      query_lengths, key_lengths: [B], the ends that `'end'` aligns; those of the arrays if None.
+      value: the offset as the caller gave it.
+      q, k: the queries and keys, for their shapes.
+      query_lengths, key_lengths: [B], the ends that `'end'` aligns; None for the length of q or k.
 
     Raises:
-      ValueError: not `'end'`, an integer or integers of shape [B], or, where values are known now,
-        one is beyond `MAX_POSITION`.
+      ValueError: the offset is not `'end'`, an integer or integers of shape [B], or one that is
+        known now is beyond ±`MAX_POSITION`.
     """
     batch, wrong = q.shape[0], "query_offset must be an integer, one per batch element or 'end'"
     if isinstance(value, str) and value == "end":
@@ -411,7 +425,7 @@ def query_offset(
         raise ValueError(f"{wrong}, got {x.dtype}{x.shape} for a batch of {batch}")
     if _is_known(value):
         _check_position(np.asarray(value))
-    # In the dtype of x, whose ends may lie within: a wider bound would wrap.
+    # The bounds must fit the dtype of x, because a bound beyond its range would wrap.
     held = np.iinfo(x.dtype)
     x = jnp.clip(x, max(-MAX_POSITION, held.min), min(MAX_POSITION, held.max))
     x = x.astype(jnp.int32)
@@ -425,27 +439,30 @@ def _check_position(offsets: np.ndarray) -> None:
 
 
 def window(value: object, rows: int, keys: int, *, offset: bool = False) -> tuple[int, int] | None:
-    """`local_window_size` as (left, right), no longer than rows reach; None for no window.
+    """Returns `local_window_size` as (left, right), clipped to useful sizes; None for no window.
 
-    offset: whether rows stand elsewhere than at their index.
+    Args:
+      value: the window as the caller gave it.
+      rows, keys: the lengths T and S, to which the sides are clipped.
+      offset: whether rows are shifted among the keys; if so, the bound is 2 `MAX_POSITION`.
 
     Raises:
-      ValueError: as `check_window`.
+      ValueError: as `check_window` does.
     """
     sides = check_window(value)
     if sides is None:
         return None
     left, right = sides
-    if offset or not isinstance(rows + keys, int):  # a position and a side add up to an int32
+    if offset or not isinstance(rows + keys, int):  # a position plus a side must fit int32
         rows = keys = 2 * MAX_POSITION
     return min(int(left), rows), min(int(right), keys)
 
 
 def check_window(value: object) -> tuple[int, int] | None:
-    """`local_window_size` as (left, right); None for no window.
+    """Returns `local_window_size` as (left, right); None for no window.
 
     Raises:
-      ValueError: not one or two integers that are known now and not negative.
+      ValueError: `value` is not one or two integers that are known now and at least 0.
     """
     if value is None:
         return None
@@ -468,12 +485,12 @@ def head_groups(
     heads: int,
     kv_heads: int,
 ) -> tuple[HeadGroup, ...]:
-    """The query heads by their arithmetic; groups that are given stay as they are.
+    """Groups the query heads by their arithmetic; groups that are given stay as they are.
 
     Raises:
-      ValueError: not one entry per head, an entry of the wrong type, an unknown name, query heads
-        of one key head that differ, or groups that do not hold every head once or come with a
-        `row_max`.
+      ValueError: the number of entries is not the number of heads, an entry has the wrong type or
+        an unknown name, or query heads of one key head differ; or groups are given that do not hold
+        every head once, or together with a `row_max`.
     """
     groups = given_groups(numerics)
     if groups:
@@ -500,22 +517,24 @@ def head_groups(
 
 
 def check_bits(chosen: Sequence[Numerics], rng_key: object) -> None:
-    """Raises ValueError where one draws random bits and there is no key."""
+    """Raises ValueError if one of the numerics draws random bits and `rng_key` is None."""
     for numerics in chosen:
         if numerics.needs_bits and rng_key is None:
             raise ValueError(f"{numerics} draws random bits; pass rng_key=jax.random.key(...)")
 
 
 def check_shift(numerics: Numerics, row_max: RowMax) -> None:
-    """Raises ValueError where a rule's m lies too far from a row's maximum for P̄ or its exponent.
+    """Raises ValueError if the rule's m may lie too far from the row maximum for these numerics.
 
-    Every P̄ of a row would round to zero, or the largest would overflow, or no m may lag.
+    An m that is too high would take even the largest P̄ below the normal numbers of `probs`, and an
+    m that is too low would let it overflow. `exponent='whole_max'` cannot use an m that lags behind
+    the maximum at all.
     """
     probs = numerics.probs
     if isinstance(row_max, LazyMax):
         _check_lag(numerics, row_max)
     if probs.scaling is not None and probs.scaling.kind == "mx":
-        return  # a scale that follows P̄, whatever m is
+        return  # the scale follows P̄, whatever m is
     limit = math.log(_largest_code(probs)) - math.log(2) * probs.format.min_exponent
     if isinstance(row_max, DynamicMax) and row_max.max_shift > limit:
         raise ValueError(
@@ -525,7 +544,7 @@ def check_shift(numerics: Numerics, row_max: RowMax) -> None:
 
 
 def _largest_code(probs: Rounding) -> float:
-    """What a P̄ of 1 is rounded as."""
+    """The scaled number that stands for a P̄ of 1 when it is rounded."""
     if probs.scaling is None:
         return 1.0
     return probs.scaling.number or probs.format.max_finite
@@ -548,7 +567,7 @@ def _check_lag(numerics: Numerics, row_max: LazyMax) -> None:
 
 
 def given_groups(numerics: object) -> tuple[HeadGroup, ...]:
-    """The groups, if it is groups that were given, else none."""
+    """Returns `numerics` as a tuple if it is a sequence of `HeadGroup`, else an empty tuple."""
     entries = numerics if isinstance(numerics, Sequence) else ()
     groups = tuple(entry for entry in entries if isinstance(entry, HeadGroup))
     return groups if len(groups) == len(entries) else ()
@@ -563,15 +582,21 @@ def _spread(name: str, value: object, kind: type, named: Callable[[str], Any], h
 
 
 def entries_of(name: str, value: object, kind: type, named: Callable[[str], Any]) -> list:
-    """The `Numerics`, or rules, of one value or of a sequence, by name or as such.
+    """Returns the list of `Numerics` or row-max rules that a value or a sequence of values names.
+
+    Args:
+      name: the caller's name of the argument, for the message.
+      value: one entry or a sequence; each entry is an object of `kind` or the name of one.
+      kind: the class that entries must have.
+      named: returns the object with a given name.
 
     Raises:
-      ValueError: one is neither.
+      ValueError: an entry is neither an object of `kind` nor the name of one.
     """
     entries = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
     entries = [named(entry) if isinstance(entry, str) else entry for entry in entries]
     for entry in entries:
-        # A rule's class, its parentheses forgotten, would satisfy the RowMax protocol.
+        # The class of a rule, passed without parentheses, would satisfy the RowMax protocol.
         if isinstance(entry, type) or not isinstance(entry, kind):
             raise ValueError(
                 f"{name} must be a lowprec_attn.numerics.{kind.__name__} or the name of one, "

@@ -1,4 +1,4 @@
-"""Formats, rounding, the `Numerics` record with its presets, row-max rules."""
+"""Formats, rounding, the `Numerics` record with its presets, and row-max rules."""
 
 from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 from lowprec_attn.numerics.presets import (

@@ -1,4 +1,4 @@
-"""Number formats as data: what `round_to` needs to know of each."""
+"""Number formats as data: what `round_to` needs to know about each format."""
 
 import dataclasses
 from typing import Literal
@@ -12,12 +12,12 @@ class Format:
     """A binary floating-point format that float32 contains.
 
     Attributes:
-      name: as written in configs.
+      name: the name, as written in configs.
       fraction_bits: stored bits of the significand, without the implicit leading one.
       min_exponent: exponent of the smallest normal number; subnormals are multiples of
         2 ** (min_exponent - fraction_bits).
       max_finite: largest finite value.
-      overflow: what lies beyond it after rounding, `inf` (IEEE) or `nan` (float8_e4m3fn).
+      overflow: the result of rounding a value beyond it: `inf` (IEEE) or `nan` (float8_e4m3fn).
       storage: name of the narrowest array dtype that holds every value of the format.
     """
 
@@ -55,7 +55,7 @@ class Format:
         return self.name
 
     def __repr__(self) -> str:
-        """Short in signatures and errors: the call that gives it, where it is one with a name."""
+        """The call `get_format(name)` for a named format, to keep signatures and errors short."""
         if FORMATS.get(self.name) == self:
             return f"get_format({self.name!r})"
         fields = dataclasses.fields(self)
@@ -63,13 +63,13 @@ class Format:
 
 
 def _shortened(name: str, fraction_bits: int, storage: str) -> Format:
-    """Float32's exponents and `fraction_bits` of its 23 stored significand bits."""
+    """A format with float32's exponents and `fraction_bits` of its 23 stored significand bits."""
     max_finite = (2.0 - 2.0**-fraction_bits) * 2.0**127
     return Format(name, fraction_bits, -126, max_finite, "inf", storage)
 
 
-# bf16_m<n> keeps n of bfloat16's 7 stored significand bits, coarser than any hardware has; f32_m<n>
-# keeps n of float32's 23, between bfloat16 and float32 (f32_m10 is TF32).
+# bf16_m<n> keeps n of bfloat16's 7 stored significand bits, which is coarser than any hardware
+# format. f32_m<n> keeps n of float32's 23 bits, between bfloat16 and float32 (f32_m10 is TF32).
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
@@ -85,10 +85,10 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str | Format) -> Format:
-    """The format called `name`.
+    """Returns the format called `name`; a `Format` is returned as it is.
 
     Raises:
-      ValueError: no such format; the message lists them.
+      ValueError: there is no such format; the message lists the formats.
     """
     if isinstance(name, Format):
         return name

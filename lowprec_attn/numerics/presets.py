@@ -1,11 +1,11 @@
-"""Named `Numerics`: what the kernels, codes and cures of the field compute."""
+"""Named `Numerics`: the roundings of published kernels and codes, and of proposed cures."""
 
 from lowprec_attn.numerics.record import Numerics
 
 EXACT = Numerics(saved_output="float32", statistics="m_and_l")
-"""float32 at every point; only O is handed on in the input's format.
+"""Float32 at every point; only O and the gradients are rounded, to the format of the inputs.
 
-m and l are saved apart: rows whose scores are all near ± 1e6 have Σ P = 1 too.
+m and l are saved separately, so Σ P = 1 holds even in rows whose scores are all near ± 1e6.
 """
 
 FLASH = Numerics(
@@ -16,27 +16,31 @@ FLASH = Numerics(
 )
 """Only operands of matrix products and O are rounded, as in every fused kernel that people run.
 
-Each implementation forms exponents in its own way. The presets from `flash_attention_3` to
-`jax_pallas` say how those of others do, and what else tells them apart: docs/who_rounds_what.md.
+Each implementation of this library forms exponents in its own way. The presets from
+`flash_attention_3` to `jax_pallas` say how other libraries form them, and what else differs, see
+docs/who_rounds_what.md.
 """
 
 FLASH_ATTENTION_3 = FLASH.replace(exponent="scale_first")
-"""FlashAttention-3, FlashAttention-2 as its authors build it; -4 with `row_max='lazy_max'`."""
+"""FlashAttention-3, and FlashAttention-2 as its authors build it.
+
+With `row_max='lazy_max'` it is FlashAttention-4.
+"""
 
 TORCH_FLASH = FLASH.replace(exponent="unfused")
-"""FlashAttention-2 as PyTorch builds it, with UNFUSE_FMA; cuDNN 9.19 by its O."""
+"""FlashAttention-2 as PyTorch builds it, with UNFUSE_FMA; also cuDNN 9.19, judged by its O."""
 
 SPLASH = FLASH.replace(exponent="shift_first")
 """JAX's splash attention for TPUs."""
 
 KOHAKU_FA = SPLASH.replace(statistics="m_and_l")
-"""KohakuFA, JAX's flash attention for TPUs, tokamax by Triton: m and l apart."""
+"""KohakuFA, JAX's flash attention for TPUs, and tokamax with Triton, which save m and l apart."""
 
 TOKAMAX = FLASH_ATTENTION_3.replace(statistics="m_and_l")
-"""tokamax by Mosaic GPU."""
+"""tokamax with Mosaic GPU."""
 
 JAX_PALLAS = TORCH_FLASH.replace(delta="do_o_storage", delta_value="bfloat16")
-"""JAX's Pallas kernel for GPUs by Triton: δ is a sum in bfloat16."""
+"""JAX's Pallas kernel for GPUs with Triton, which rounds the products and the sum of δ."""
 
 PUBLISHED = FLASH.replace(
     scores="bfloat16",
@@ -46,16 +50,17 @@ PUBLISHED = FLASH.replace(
     tile_grads="bfloat16",
     kv_block=512,
 )
-"""The public code of arXiv 2510.04212 as it runs, compiled: docs/who_rounds_what.md.
+"""The public code of arXiv 2510.04212 as it runs, which is compiled; see docs/who_rounds_what.md.
 
-Its eager backward pass raises an error, and the compiler leaves out the roundings between the
-operations that it fuses: those of S − m, of Ō before the division, of m and l from step to step.
-Faithful for head sizes whose scale is a power of two (the code rounds q kᵀ before the scale), and
-but for the division by l in the first 512 rows, which `published_as_compiled` has.
+Its eager backward pass raises an error. The compiler leaves out the roundings between operations
+that it fuses: the roundings of S − m, of Ō before the division, and of m and l from step to step.
+The preset is faithful only for head sizes whose scale is a power of two, because the code rounds
+q kᵀ before the scale. It lacks one detail, the division by the unrounded l in the first 512 rows,
+which `published_as_compiled` has.
 """
 
 PUBLISHED_AS_COMPILED = PUBLISHED.replace(divisor="first_unrounded")
-"""`published` with what the compiler makes of the first 512 rows under the standard maximum."""
+"""`published` with the first 512 rows as the compiler computes them under the standard maximum."""
 
 PUBLISHED_EAGER = PUBLISHED.replace(
     shift="bfloat16",
@@ -64,14 +69,15 @@ PUBLISHED_EAGER = PUBLISHED.replace(
     stats="bfloat16",
     delta="do_o_storage",
 )
-"""The same source, every operation by itself: PyTorch on bfloat16 arrays under autocast.
+"""The same code with every operation run by itself: PyTorch on bfloat16 arrays under autocast.
 
-Faithful up to two steps of 512 keys (its gradients round after every tile) and for head sizes whose
-scale is a power of two (S is rounded before and after the scale).
+The preset is faithful only for up to two steps of 512 keys, because the code rounds its gradients
+after every tile, and only for head sizes whose scale is a power of two, because the code rounds S
+before and after the scale.
 """
 
 PROBE = FLASH.replace(scores="bfloat16", pv="bfloat16", dp="bfloat16")
-"""S, P̄V and dP rounded as well, the running state float32; meant for all keys in one step."""
+"""`flash` with S, P̄V and dP rounded too and a float32 running state; for all keys in one step."""
 
 FLASH_ATTENTION_3_FP8 = FLASH_ATTENTION_3.replace(
     query="float8_e4m3fn/head",
@@ -79,10 +85,10 @@ FLASH_ATTENTION_3_FP8 = FLASH_ATTENTION_3.replace(
     value="float8_e4m3fn/head",
     probs="float8_e4m3fn/x256",
 )
-"""FlashAttention-3's FP8 forward pass: P̄ is 2^8 times what it is, and l adds it unrounded.
+"""FlashAttention-3's FP8 forward pass, which rounds 2^8 · P̄ and adds the unrounded P̄ in l.
 
-Its backward pass takes 16 bits alone. This one is `flash_attention_3` of q, k and V as they were
-read.
+FlashAttention-3 has a backward pass only for 16-bit formats. The backward pass here is that of
+`flash_attention_3`, applied to q, k and V as the forward pass reads them.
 """
 
 TRANSFORMER_ENGINE_FP8 = FLASH.replace(
@@ -94,30 +100,30 @@ TRANSFORMER_ENGINE_FP8 = FLASH.replace(
     probs_bwd="float8_e4m3fn/x448",
     ds="float8_e5m2/tensor",
 )
-"""TransformerEngine's attention in FP8 by cuDNN, with current scaling of q, k, V and dO.
+"""TransformerEngine's attention in FP8 with cuDNN, with current scaling of q, k, V and dO.
 
-Its scales of P̄ and dS are 448 / amax and 57344 / amax of the step before. Here that of P̄ is the
-same with an amax of 1, which the first row of causal attention has, and that of dS has its own
-amax. What delayed scaling adds is in docs/who_rounds_what.md.
+TransformerEngine scales P̄ by 448 / amax and dS by 57344 / amax, with the amax of the previous
+training step. Here the amax of P̄ is 1, as in the first row of causal attention, and dS is scaled by
+its current amax. docs/who_rounds_what.md describes the effect of delayed scaling.
 """
 
 FLOAT32_OUTPUT = FLASH.replace(saved_output="float32")
-"""`flash` where δ sees O before its rounding."""
+"""`flash` in which δ reads O before it is rounded."""
 
 AUXILIARY_OUTPUT = FLASH.replace(saved_output="auxiliary")
-"""`flash` where δ sees O′, formed from unrounded P̄ (Attn-QAT, arXiv 2603.00040)."""
+"""`flash` in which δ reads O′, formed from unrounded P̄ (Attn-QAT, arXiv 2603.00040)."""
 
 HALVES_OUTPUT = FLASH.replace(saved_output="halves")
-"""`flash` where δ sees O in two bfloat16 halves (FlashAttention-4's sparse MLA)."""
+"""`flash` in which δ reads O in two bfloat16 halves (FlashAttention-4's sparse MLA)."""
 
 DELTA_DP_P = FLASH.replace(delta="dp_p")
-"""`flash` with δ = rowsum(dP ∘ P), which does not see O at all."""
+"""`flash` with δ = rowsum(dP ∘ P), which does not read O at all."""
 
 NORMALIZED_DELTA = FLASH.replace(delta="normalized")
-"""`flash` with δ = Σ P dP / Σ P of the backward pass itself: rows of dS sum to zero."""
+"""`flash` with δ = Σ P dP / Σ P, computed in the backward pass, so that rows of dS sum to zero."""
 
 CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast")
-"""`flash` whose rows of dS as rounded sum to zero (Chen et al., arXiv 2609.34272)."""
+"""`flash` corrected so that rows of the rounded dS sum to zero (Chen et al., arXiv 2609.34272)."""
 
 MATCHED = FLASH.replace(
     exponent="whole_max",
@@ -126,16 +132,17 @@ MATCHED = FLASH.replace(
     recomputed_probs="rounded",
     saved_output="halves",
 )
-"""One rounded P̄ in l, P̄V and dS, against a whole-number maximum in base 2.
+"""The same rounded P̄ in l, P̄V and dS, relative to a whole-number maximum in base 2.
 
-Rows of dS sum to zero before its cast, without a pass of their own: up to the lower half of O.
+Before the cast of dS its rows sum to zero, up to the rounding of the lower half of O, without a
+separate pass over the keys.
 """
 
 MATCHED_FLOAT32_OUTPUT = MATCHED.replace(saved_output="float32")
-"""`matched` where δ sees O in float32: rows of dS sum to zero up to float32."""
+"""`matched` in which δ reads O in float32: rows of dS sum to zero up to float32 rounding."""
 
 STOCHASTIC_OUTPUT = FLASH.replace(output="bfloat16:stochastic")
-"""`flash` with O rounded stochastically: no persistent sign."""
+"""`flash` with O rounded stochastically, so that its errors have no persistent sign."""
 
 STANDARD = Numerics(
     scores="bfloat16",
@@ -148,7 +155,7 @@ STANDARD = Numerics(
     statistics="m_and_l",
     normalize_probs=True,
 )
-"""Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""
+"""Unfused attention under autocast: P is normalised before it is rounded (`dense` only)."""
 
 JAX_NN = Numerics(
     probs="bfloat16",
@@ -159,19 +166,19 @@ JAX_NN = Numerics(
     statistics="m_and_l",
     normalize_probs=True,
 )
-"""`jax.nn.dot_product_attention` by XLA: S, softmax and dS are float32 (`dense` only)."""
+"""`jax.nn.dot_product_attention` with XLA: S, softmax and dS are float32 (`dense` only)."""
 
 PRESETS: dict[str, Numerics] = {
     name.lower(): value for name, value in vars().items() if isinstance(value, Numerics)
 }
-"""By name, in lower case."""
+"""The presets by name, in lower case."""
 
 
 def get_preset(name: str) -> Numerics:
-    """The preset called `name`.
+    """Returns the preset called `name`.
 
     Raises:
-      ValueError: no such preset; the message lists them.
+      ValueError: there is no such preset; the message lists the presets.
     """
     if name not in PRESETS:
         raise ValueError(f"unknown numerics {name!r}; presets are {', '.join(PRESETS)}")

@@ -1,8 +1,8 @@
 """`Numerics`: one field per place inside attention where a value is rounded.
 
-Arithmetic is float32 everywhere; a point names where a value leaves it. With S the scores, P̄
-the probabilities before division by l, Ō the output before that division (the legend of all
-letters stands in `lowprec_attn.attention.reference`):
+All arithmetic is float32. A point is a place where a value is rounded to another format. Let S be
+the scores, P̄ the probabilities before the division by l, and Ō the output before that division
+(`lowprec_attn.attention.reference` has the legend of all letters):
 
     S  = round_scores(round_query(q) round_key(k)ᵀ · scale + bias)
                                                             m = round_stats(row-max rule(S, m))
@@ -15,7 +15,7 @@ and after the last step
     l  = round_normalizer(l)
     O  = round_output(Ō / l)                                lse = round_lse(m + log l)
 
-The backward pass has P = exp(S − lse), or exp(S − m) / l with `statistics='m_and_l'`, and
+The backward pass recomputes P = exp(S − lse), or exp(S − m) / l with `statistics='m_and_l'`, and
 
                                   δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
                                       or as `delta` says
@@ -25,77 +25,83 @@ The backward pass has P = exp(S − lse), or exp(S − m) / l with `statistics='
     dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
     dK = round_grads(Σ round_tile_grads(round_ds(dS · scale)ᵀ q))
 
-exp is shift_first, 2^((S − m) · log2 e), in both passes unless `exponent` or the implementation
-says otherwise. With `exponent='scale_first'`, c = scale · log2 e and m the maximum of q kᵀ,
+Unless `exponent` or the implementation says otherwise, both passes form exp(S − m) as
+2^((S − m) · log2 e), which is `shift_first`. With `exponent='scale_first'`, c = scale · log2 e, m
+is the maximum of q kᵀ, and
 
     P̄  = 2^(fma(q kᵀ, c, −round_float32(c m)))              P  = 2^(fma(q kᵀ, c, −lse · log2 e))
 
-the fused multiply-add rounded once. Where S itself exists, rounded at `scores` or with a bias, or
-where m is rounded or the scale is traced or not positive, it is fma(S, log2 e, −m · log2 e). With
-`exponent='unfused'` products and difference are rounded each:
+with the fused multiply-add rounded once. The exponent is fma(S, log2 e, −m · log2 e) instead if
+`scores` rounds S, if a bias is added to S, if m is rounded, or if the scale is traced or not
+positive. With `exponent='unfused'`, both products and their difference are rounded separately:
 
     P̄  = 2^(round_float32(c q kᵀ) − round_float32(c m))
     P  = 2^(round_float32(c q kᵀ) − round_float32(lse · log2 e))
 
-With `exponent='whole_max'` m is M, the row-max rule's S log2 e rounded up to a whole number, and
+With `exponent='whole_max'`, m is M, the result of the row-max rule times log2 e, rounded up to a
+whole number, and
 
     P̄  = 2^(S₂ − M), S₂ = c q kᵀ rounded once, to a multiple of 2^-17          α = 2^(M_old − M)
     P  = P̄ / l                                                lse = round_lse(M ln 2 + log l)
 
-so that α is exact and a P̄ above 2^-32 has the same significand whatever M is. With
-`recomputed_probs='rounded'` that P̄ is round_probs(P̄), the number that P̄ V and, with
-`row_sum='rounded'`, l have in the forward pass. Then Σ_j P = 1, and Σ_j P dP = δ where δ sees O
-before its rounding, up to float32: rows of dS sum to zero in one pass. With `divided_in_dv='do'`
+Therefore α is exact, and a P̄ above 2^-32 has the same significand whatever M is. With
+`recomputed_probs='rounded'`, the P̄ in P = P̄ / l is round_probs(P̄), the number that enters P̄ V and,
+with `row_sum='rounded'`, l in the forward pass. Up to float32 rounding, Σ_j P is then 1, and
+Σ_j P dP is δ if δ reads O before it is rounded. Rows of dS thus sum to zero with a single pass over
+the keys. With `divided_in_dv='do'`, l divides dO in the product of dV:
 
     dV = round_grads(Σ round_tile_grads(round_probs(P̄)ᵀ round_probs_bwd(dO / l)))
 
-The sums of the gradients go over tiles of `kv_block` keys by as many queries. With
-`delta='normalized'`, δ₀ is that δ, r = Σ_j P (dP − δ₀) and s = Σ_j P:
+The sums Σ in the gradients run over tiles of `kv_block` keys and `kv_block` queries. With
+`delta='normalized'`, δ₀ is the δ defined above, r = Σ_j P (dP − δ₀) and s = Σ_j P:
 
     δ  = δ₀ + r / s, so that a row of dS sums to zero whatever O, P̄ and dP were rounded to
     dQ = round_grads(Σ round_tile_grads(round_ds(P ∘ (dP − δ₀) · scale) k)
                      − scale · (r / s) · Σ round_probs_bwd(P) k)
 
-With `delta='after_cast'` the row sum is taken away after rounding. Of D = round_ds(P ∘ (dP − δ₀) ·
-scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the gradient of lse:
+With `delta='after_cast'`, the row sum is removed after rounding. The operands of the products are
+D = round_ds(P ∘ (dP − δ₀) · scale) and R = round_probs_bwd(P), and dlse is the gradient of lse:
 
     λ  = Σ_j D / Σ_j R − scale · dlse, so that rows of D − λ R sum to scale · dlse · Σ_j R
     dQ = round_grads(Σ round_tile_grads(D k) − λ Σ R k)
     dK = round_grads(Σ round_tile_grads(Dᵀ q) − Σ Rᵀ round_ds(λ q))
 
-and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
+The gradients of a bias and of the scale use dS = P ∘ (dP − δ₀ − λ / scale).
 
-With sinks (an argument of the call, a score c_n of every row of head n, without key or value) a row
-starts from m = c_n, l = 1, Ō = 0 instead of m = −inf, l = 0; with `whole_max` from M = ⌈c_n log2 e⌉
-and l = 2^(c_n log2 e − M). Where products q kᵀ stand for S, c_n / scale does for c_n. No point
-rounds it or its P_sink, formed as P is. Over the keys P then sums to 1 − P_sink and, as dP is 0 at
-the sink, dS to P_sink δ. What rows sum to is therefore taken over keys and sink:
+Sinks are an argument of the call: a score c_n of every row of head n, without key or value. With
+sinks a row starts from m = c_n, l = 1 and Ō = 0 instead of m = −inf and l = 0; with `whole_max` it
+starts from M = ⌈c_n log2 e⌉ and l = 2^(c_n log2 e − M). If the products q kᵀ are kept in place of
+S, c_n / scale replaces c_n. No point rounds c_n or the probability P_sink of the sink, which is
+formed in the same way as P. Over the keys, P then sums to 1 − P_sink, and dS sums to P_sink δ,
+because dP is 0 at the sink. The sums r, s and Σ_j are therefore taken over keys and sink:
 
     δ  = 'normalized': r = Σ_j P (dP − δ₀) − P_sink δ₀, s = Σ_j P + P_sink
     λ  = 'after_cast': with −P_sink δ₀ · scale in Σ_j D and P_sink in Σ_j R
     dc = Σ P_sink (dlse − δ) in float32, over rows and batch, δ as it is in dS
 
-`mean_key='subtracted'`, which takes what rows of dS sum to over the keys for zero, is refused.
+`mean_key='subtracted'` is refused, because it assumes that rows of dS sum to zero over the keys.
 
-With a soft cap c (an argument of the call, not a rounding) S is formed in float32 as
+With a soft cap c (an argument of the call, not a rounding), S is formed in float32 as
 
     t  = tanh(q kᵀ · round_float32(scale / c))              S  = round_scores(c t + bias)
 
-before the mask, and where products q kᵀ are multiplied once t stands for S: c = cap · log2 e above.
-tanh is the platform's, off by up to 5 ulp; FlashAttention's `tanh.approx` is off by 2^-11, which at
-a cap of 50 is 0.02 of an exponent. In the backward pass t is that of float32 again, and
+before the mask. If the products q kᵀ would be kept in place of S, t is kept in place of S, and
+c = cap · log2 e in the formulas of the exponent above. tanh is the function of the platform, with
+an error of up to 5 ulp. FlashAttention's `tanh.approx` errs by 2^-11, which with a cap of 50
+changes an exponent by 0.02. The backward pass forms t in float32 again, with these changes:
 
     dQ, dK, the gradient of the scale: (1 − t)(1 + t) dS in place of dS, rounded once, at `ds`
     δ  = 'normalized': r and s as above, and round_probs_bwd(P (1 − t)(1 + t)) k in the place of
                        round_probs_bwd(P) k
 
-while dV and the gradient of a bias do not see it. Rows of dS sum to zero, since softmax is blind to
-a shift of a row of S. Rows of what follows need not: the cap turns no shift of q kᵀ into a shift of
-S. `delta='after_cast'` and `mean_key='subtracted'`, which take those for zero, are refused.
+The cap enters neither dV nor the gradient of a bias. Rows of dS sum to zero, because softmax does
+not change if a row of S is shifted. Rows of (1 − t)(1 + t) dS need not sum to zero, because the cap
+turns no shift of a row of q kᵀ into a shift of S. `delta='after_cast'` and `mean_key='subtracted'`
+are refused, because they assume that these rows do sum to zero.
 
-With `mean_key='subtracted'` the k of dQ is k − k̄ rounded to the format of k, where k̄ is the mean
-of all keys: rows of dS without dlse sum to zero but for what rounding leaves. Of
-what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in exact arithmetic.
+With `mean_key='subtracted'`, dQ uses k − k̄ rounded to the format of k in place of k, where k̄ is
+the mean of all keys. Without dlse, rows of dS sum to zero up to rounding, so dQ does not change in
+exact arithmetic. With dlse it would change, so scale · dlse · k̄ is added back to dQ.
 """
 
 import dataclasses
@@ -139,11 +145,11 @@ Point = Literal[
 ]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
 
-# Those that `tiled` and `dense` alone round: no kernel does.
+# Points at which only `tiled` and `dense` round; no kernel does.
 PLAIN_POINTS: tuple[Point, ...] = ("query", "key", "do")
 
-# Where a rounding may have a scale: whole arrays, and tiles whose amax is known, or found in a pass
-# of its own.
+# The kinds of scale that each point takes. A point can take a scale if it rounds whole arrays, or
+# tiles whose amax is known or is found in a separate pass.
 _OF_ARRAYS = ("x", "tensor", "head")
 _SCALES: dict[Point, tuple[str, ...]] = {
     **dict.fromkeys(("query", "key", "value", "do"), (*_OF_ARRAYS, "block", "mx", "nvfp4")),
@@ -152,8 +158,8 @@ _SCALES: dict[Point, tuple[str, ...]] = {
     "ds": (*_OF_ARRAYS, "mx", "nvfp4"),
 }
 
-# The number that salts a point's random bits: never reused, so that a new point leaves the bits of
-# the others as they are.
+# The number that salts a point's random bits. Numbers are never reused, so a new point does not
+# change the bits of the others.
 SALTS: dict[Point, int] = {
     "scores": 0, "probs": 1, "pv": 2, "rescale": 3, "accumulator": 4, "stats": 5, "output": 6,
     "probs_bwd": 7, "dp": 8, "ds": 9, "grads": 10, "lse": 11, "shift": 12, "normalizer": 13,
@@ -167,7 +173,7 @@ _Held = TypeVar("_Held", bound=Rounding | None)
 
 
 class RoundingField(Generic[_Held]):
-    """A field of `Numerics` that is written as a rounding or its text, and read as a rounding."""
+    """A field of `Numerics` that accepts a rounding or its text, and returns a rounding."""
 
     def __init__(self, default: _Held) -> None:
         self._default = default
@@ -176,7 +182,7 @@ class RoundingField(Generic[_Held]):
         self._name = name
 
     def __get__(self, record: "Numerics | None", owner: type) -> _Held:
-        """Of the class the default, which is how `dataclasses` learns it."""
+        """Returns a record's rounding, or on the class the default, which `dataclasses` reads."""
         held: _Held = self._default if record is None else vars(record)[self._name]
         return held
 
@@ -194,68 +200,71 @@ class Numerics:
     of `numerics.scaling`, 'float8_e4m3fn/tensor'.
 
     Attributes:
-      query, key, value, do: q, k, V and dO as attention reads them, everywhere: q, k and V in both
-        passes. Scales in blocks along the axis of a product (mx, nvfp4) are others in every product
-        that sums along another axis, and δ has dO itself then, as in cuDNN. dQ, dK and dV are those
-        of what was read.
+      query, key, value, do: q, k, V and dO as attention reads them. q, k and V are rounded in both
+        passes. If scales belong to blocks along the axis of a product (mx, nvfp4), an array is
+        rounded separately for each axis over which products sum, and δ reads dO itself, as in
+        cuDNN. dQ, dK and dV are the gradients with respect to the rounded arrays.
       scores, probs, pv, rescale, accumulator, probs_bwd, dp, ds: see the module.
-      shift: the exponents of P̄ and α. Below −128, where exp is 0, they are −128.
+      shift: the exponents of P̄ and α. An exponent below −128, where exp is 0, becomes −128.
       stats: m and l after every step.
-      normalizer: l after the last step, as it divides Ō and enters lse.
-      divisor: the l that divides Ō: the one `rounded` at `normalizer`; or, `first_unrounded`, in
-        the first `kv_block` rows (all, without) the one before that, as in the public code of arXiv
-        2510.04212 where PyTorch compiles it. P has the rounded one in all rows.
-      lse: as saved for the backward pass. Rounded to bfloat16 it makes Σ_j P anything between
-        1/50 and 50 where scores reach 1,000, for there bfloat16 numbers lie 4 to 8 apart.
-      tile_grads: the products of a tile before they are added to dQ, dK and dV. With it the
-        query rows of a tile are arithmetic too: as many as `kv_block`.
-      output: O as handed to the layer above. None: the format of q.
-      grads: dQ, dK, dV at the end. None: the format of the input each belongs to (in which
-        they are stored in any case).
-      saved_output: the O that δ sees. `same`: the rounded one; `float32`: Ō / l before
-        rounding; `auxiliary`: O′, from unrounded P̄ and float32 accumulation, kept in bfloat16
-        (Attn-QAT, arXiv 2603.00040); `halves`: O as handed on plus what its rounding left, kept in
-        bfloat16, O + round_bfloat16(Ō / l − O), as in FlashAttention-4's sparse MLA.
-      output_bwd: that O once more, as it enters δ = rowsum(dO ∘ O). With
-        `saved_output='float32'` it rounds the O of δ and no other.
-      delta_value: δ itself, one number per row, before dS is formed of it, as JAX's Pallas kernel
-        for GPUs rounds it to the format of O (docs/who_rounds_what.md). With `delta='normalized'`
-        and 'after_cast' it is δ₀, whose error they take away.
-      delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
-        the format of O first; `dp_p`: rowsum(dP ∘ P), P that of dS, dP as rounded at `dp`;
-        `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
-        from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
-      exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
-        row is 1; or `scale_first`, so that it is 2 to the power of what rounding c m left, as in
-        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them; or `unfused`, 1
-        again, but other P̄ are off by what rounding c S left, as PyTorch builds FlashAttention-2
-        (docs/who_rounds_what.md); or `whole_max`, against a whole number in base 2, so that α
-        is a power of two. The last needs `statistics='m_and_l'`. Unless `row_sum` and
-        `recomputed_probs` are rounded δ errs by more, for the largest P̄ is rounded too. None: the
-        implementation chooses for speed (`attention.exponent_of` says how), and experiments name
-        one.
-      statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
-        of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
-        lse that a caller gets is m + log l in either case.
-      row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
-      recomputed_probs: whether P = P̄ / l of the backward pass, in dS and dV, has the `unrounded` P̄
-        or the one `rounded` at `probs` (Attn-QAT, arXiv 2603.00040). It is the number of the
-        forward pass with `exponent='whole_max'`, or where one step takes all keys. It needs
-        `statistics='m_and_l'`, and in several steps a format at `probs` that has float32's
-        exponents: among float16's and float8's subnormals rounding does not commute with a change
-        of M.
-      divided_in_dv: which operand of dV l divides before rounding at `probs_bwd`: P̄, `probs`; or
-        dO, `do`, so that the other is P̄ as rounded at `probs`, once.
-      mean_key: whether dQ = dS k is formed of the keys as they are or with their mean `subtracted`
-        (SageBwd, which smooths k): see the module.
-      normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
-        does; needs all keys in one step (`dense`).
-      kv_block: keys per online-softmax step. P̄ is rounded against the running maximum and the
-        row-max rules look at one step, so this belongs to the arithmetic. 'all': one step over
+      normalizer: l after the last step, which divides Ō and enters lse.
+      divisor: the l that divides Ō. `rounded`: l as rounded at `normalizer`; `first_unrounded`: l
+        before that rounding in the first `kv_block` rows (in all rows if `kv_block` is not a
+        number), as in the public code of arXiv 2510.04212 where PyTorch compiles it. P uses the
+        rounded l in all rows.
+      lse: lse as saved for the backward pass. If it is rounded to bfloat16 and scores reach 1,000,
+        Σ_j P can have any value between 1/50 and 50, because bfloat16 numbers of that size lie 4 to
+        8 apart.
+      tile_grads: the products of a tile before they are added to dQ, dK and dV. If they are
+        rounded, the number of query rows of a tile affects the results too; it is `kv_block`.
+      output: O as returned. None: the format of q.
+      grads: the finished dQ, dK and dV. None: the format of the corresponding input, in which they
+        are stored in any case.
+      saved_output: the O that δ reads. `same`: the rounded O; `float32`: Ō / l before rounding;
+        `auxiliary`: O′, formed from unrounded P̄ with float32 accumulation and kept in bfloat16
+        (Attn-QAT, arXiv 2603.00040); `halves`: the returned O plus its rounding error, which is
+        kept in bfloat16, O + round_bfloat16(Ō / l − O), as in FlashAttention-4's sparse MLA.
+      output_bwd: the O of `saved_output`, rounded once more for δ = rowsum(dO ∘ O). With
+        `saved_output='float32'` it rounds only the O of δ.
+      delta_value: δ, one number per row, before dS is formed from it. JAX's Pallas kernel for GPUs
+        rounds δ to the format of O (docs/who_rounds_what.md). With `delta='normalized'` and
+        'after_cast' the point rounds δ₀, whose error these choices remove.
+      delta: how δ is formed. `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: the same sum
+        of products that are first rounded to the format of O; `dp_p`: rowsum(dP ∘ P), with the P of
+        dS and dP as rounded at `dp`; `normalized`: see the module; `after_cast`: see the module;
+        two rank-one corrections of dQ and dK, computed from the rounded dS and P (Chen et al.,
+        arXiv 2609.34272; ECMWF's anemoi-core).
+      exponent: how the exponents of P̄ and P are formed. `shift_first`: the largest P̄ of a row is 1;
+        `scale_first`: the largest P̄ is 2 to the power of the rounding error of c m, as in `hopper`
+        and in FlashAttention-2, -3 and -4 as their authors build them; `unfused`: the largest P̄ is
+        1, but the other P̄ contain the rounding error of c S, as in FlashAttention-2 as PyTorch
+        builds it (docs/who_rounds_what.md); `whole_max`: m is a whole number in base 2, so that α
+        is a power of two. `whole_max` needs `statistics='m_and_l'`. It rounds the largest P̄ too, so
+        the error of δ grows unless `row_sum` and `recomputed_probs` are 'rounded'. None: the
+        implementation chooses for speed (`attention.exponent_of` says how). Experiments name one.
+      statistics: the row statistics that the backward pass reads. `lse`: one float32 number, which
+        at scores of 1e6 has lost log l, so that Σ_j P can have any value up to the number of keys;
+        `m_and_l`: m and 1 / l separately. The lse that a caller gets is m + log l in either case.
+      row_sum: whether l sums the `unrounded` P̄ or the P̄ `rounded` at `probs`.
+      recomputed_probs: whether P = P̄ / l in dS and dV of the backward pass uses the `unrounded` P̄
+        or the P̄ `rounded` at `probs` (Attn-QAT, arXiv 2603.00040). The rounded P̄ equals the one of
+        the forward pass with `exponent='whole_max'`, or if one step takes all keys. `rounded` needs
+        `statistics='m_and_l'`. With several steps it also needs a format at `probs` that has
+        float32's exponents, because among the subnormals of float16 and float8 rounding does not
+        commute with a change of M.
+      divided_in_dv: which operand of dV is divided by l before rounding at `probs_bwd`. `probs`: P̄;
+        `do`: dO, so that the other operand is P̄, rounded only once, at `probs`.
+      mean_key: whether dQ = dS k uses the keys as they are (`kept`) or with their mean `subtracted`
+        (as in SageBwd, which smooths k); see the module.
+      normalize_probs: whether P = P̄ / l is formed before rounding at `probs`, as in unfused
+        attention. It needs all keys in one step (`dense`).
+      kv_block: keys per online-softmax step. It belongs to the arithmetic, because P̄ is rounded
+        relative to the running maximum and the row-max rules look at one step. 'all': one step over
         all keys. None: the implementation chooses for speed.
 
     Raises:
-      ValueError: unknown format, mode or choice; kv_block neither positive nor 'all'.
+      ValueError: a format, mode or choice is unknown, fields contradict each other, or `kv_block`
+        is neither positive nor 'all'.
     """
 
     query: RoundingField[Rounding] = RoundingField(_FLOAT32)
@@ -329,7 +338,7 @@ class Numerics:
             )
 
     def _check_recomputed_probs(self) -> None:
-        """What `exponent='whole_max'`, a rounded P̄ in P and a divided dO need."""
+        """Checks what `exponent='whole_max'`, a rounded P̄ in P and a divided dO require."""
         apart = [
             f"{name}={value!r}"
             for name, value in (
@@ -363,7 +372,7 @@ class Numerics:
             )
 
     def _check_scales(self) -> None:
-        """Scales only where the amax is known, and not where a point rounds more than one array."""
+        """Checks that scales stand only at points that take them and that round one array each."""
         for point in POINTS:
             rounding: Rounding | None = getattr(self, point)
             scaling = None if rounding is None else rounding.scaling
@@ -388,13 +397,13 @@ class Numerics:
             )
 
     def replace(self, **changes: Any) -> "Numerics":
-        """A copy with some fields changed: `FLASH.replace(output='float32')`.
+        """Returns a copy with some fields changed, as in `FLASH.replace(output='float32')`.
 
-        A rounded `lse` makes `statistics` 'lse', unless that is among the changes: only an lse that
-        is saved is rounded.
+        If the changes round `lse` but do not name `statistics`, `statistics` becomes 'lse', because
+        only a saved lse can be rounded.
 
         Raises:
-          ValueError: unknown field or value; the message lists the fields.
+          ValueError: a field or value is unknown; the message lists the fields or the values.
         """
         known = [f.name for f in dataclasses.fields(self)]
         for name in changes:
@@ -405,7 +414,7 @@ class Numerics:
         return dataclasses.replace(self, **changes)
 
     def with_format(self, fmt: str) -> "Numerics":
-        """A copy with every bfloat16 point rounded to `fmt` instead, modes kept."""
+        """Returns a copy in which every bfloat16 point rounds to `fmt` instead; modes are kept."""
         target = get_format(fmt)
         changes = {
             point: Rounding(target, rounding.mode)
@@ -415,37 +424,45 @@ class Numerics:
         return self.replace(**changes)
 
     def step_of(self, length: int, default: int) -> int:
-        """Keys of an online-softmax step over `length` keys; default: where `kv_block` is None.
+        """The number of keys per online-softmax step over `length` keys.
 
-        Also the queries, of `length`, of a tile whose products `tile_grads` rounds.
+        With `length` queries it is also the number of query rows per tile if `tile_grads` rounds.
+
+        Args:
+          length: the number of keys or queries; it may be symbolic.
+          default: the number to use if `kv_block` is None.
         """
         if self.kv_block == "all":
             return length
         block = self.kv_block or default
-        return min(block, length) if isinstance(length, int) else block  # or symbolic
+        return min(block, length) if isinstance(length, int) else block  # a symbolic length
 
     def rounding_at(self, point: Point, dtype: np.dtype) -> Rounding:
         """The rounding at a point, for inputs of `dtype`.
 
-        `output` and `grads` follow the inputs where they are None.
+        Where `output` or `grads` is None, it rounds to the format of the inputs.
         """
         rounding: Rounding | None = getattr(self, point)
         return get_rounding(jnp.dtype(dtype).name) if rounding is None else rounding
 
     @property
     def saved_dtype(self) -> np.dtype | None:
-        """Dtype of what is saved for δ beside O, None where δ sees O itself or does not need it."""
+        """The dtype of the array saved for δ besides O; None if δ reads O itself or no O."""
         if self.delta == "dp_p" or self.saved_output == "same":
             return None
         return jnp.dtype(jnp.float32 if self.saved_output == "float32" else jnp.bfloat16)
 
     def output_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of O: that of q where it holds the output's format, else float32."""
+        """The dtype of O: `dtype`, which q has, if it holds the output's format, else float32."""
         result = self.rounding_at("output", dtype).result_format
         return jnp.dtype(dtype) if result.is_exact_in(dtype) else jnp.dtype(jnp.float32)
 
     def operand_dtype(self, point: Point, dtype: np.dtype) -> np.dtype:
-        """The dtype of an array as it is read: its own where that holds the format of the point."""
+        """The dtype of an array as attention reads it, after rounding at the point.
+
+        It is the array's own `dtype` if that holds the format of the point, else the dtype of that
+        format.
+        """
         rounding = self.rounding_at(point, dtype)
         if rounding.is_identity or rounding.result_format.is_exact_in(dtype):
             return jnp.dtype(dtype)
@@ -453,7 +470,7 @@ class Numerics:
 
     @property
     def rounds_scores(self) -> bool:
-        """Whether `scores`, or q and k as read, make S another than that of the arrays."""
+        """Whether rounding at `scores`, `query` or `key` changes S."""
         points = (self.scores, self.query, self.key)
         return not all(rounding.is_identity for rounding in points)
 
@@ -470,8 +487,8 @@ class Numerics:
         return f"Numerics({', '.join(f'{name}={value}' for name, value in self._changed())})"
 
     def __repr__(self) -> str:
-        """Short in signatures and errors, and evaluable: a preset's name, or what differs."""
-        from lowprec_attn.numerics.presets import PRESETS  # which are records
+        """A short expression that evaluates to the record: a preset, or the fields that differ."""
+        from lowprec_attn.numerics.presets import PRESETS  # here, as presets need this class
 
         for name, preset in PRESETS.items():
             if preset == self:
@@ -483,7 +500,7 @@ class Numerics:
         return f"Numerics({', '.join(f'{name}={value!r}' for name, value in written)})"
 
     def _changed(self) -> Iterator[tuple[str, Any]]:
-        """Name and value of every field that differs from its default."""
+        """Yields the name and value of every field that differs from its default."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:

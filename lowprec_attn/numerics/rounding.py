@@ -1,8 +1,8 @@
 """`round_to`, the one function that lowers precision, and the record of how a point rounds.
 
-Rounding is done on the integer bits of a float32. A compiler may drop a pair of casts
-(XLA does, by default, inside chains of bfloat16 operations); it cannot drop an addition and
-a mask. The result stays float32; storing it in the format's own dtype is then exact.
+`round_to` works on the integer bits of a float32. A compiler may drop a pair of casts (XLA does so
+by default inside chains of bfloat16 operations), but it cannot drop an addition and a mask. The
+result stays float32, and storing it in the format's own dtype is then exact.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ class Rounding:
 
     Modes:
       nearest: to the nearest value of the format, ties to even.
-      toward_zero: the bits beyond the format's are dropped (IEEE 754's roundTowardZero), so that
+      toward_zero: the bits that the format lacks are dropped (IEEE 754's roundTowardZero), so that
         errors have the sign of −x. Finite values stay finite.
-      stochastic: up or down with probabilities that make the result unbiased.
-      error_random_sign, error_positive, error_negative: controls for experiments. The value
-        stays float32 and becomes x + s·|nearest(x) − x| with s a random sign, +1 or −1: an
-        error of the same size as rounding, without its relation to x.
+      stochastic: up or down, with probabilities that make the result unbiased.
+      error_random_sign, error_positive, error_negative: controls for experiments. The value stays
+        float32 and becomes x + s·|nearest(x) − x|, where s is a random sign, +1 or −1. The error
+        has the size of a rounding error, but not its relation to x.
 
-    With a `scaling` it is x · scale that is rounded, and divided by the scale again; see
+    With a `scaling`, x · scale is rounded, and the result is divided by the scale; see
     `numerics.scaling`.
     """
 
@@ -65,17 +65,17 @@ class Rounding:
 
     @property
     def is_identity(self) -> bool:
-        """Whether a float32 passes unchanged."""
+        """Whether a float32 value passes unchanged."""
         return self.format.name == "float32"
 
     @property
     def needs_bits(self) -> bool:
-        """Whether random bits are drawn."""
+        """Whether the rounding draws random bits."""
         return not self.is_identity and self.mode in ("stochastic", "error_random_sign")
 
     @property
     def result_format(self) -> Format:
-        """The format that holds every result, float32 for error-injection modes and scales."""
+        """The format that holds every result; float32 for error-injection modes and scales."""
         in_float32 = self.mode.startswith("error_") or self.scaling is not None
         return FORMATS["float32"] if in_float32 else self.format
 
@@ -84,17 +84,19 @@ class Rounding:
         return text if self.mode == "nearest" else f"{text}:{self.mode}"
 
     def __repr__(self) -> str:
-        """Short in signatures and errors: the call that gives it, where its format has a name."""
+        """The call `get_rounding(text)` if the format has a name, which keeps signatures short."""
         if FORMATS.get(self.format.name) == self.format:
             return f"get_rounding({str(self)!r})"
         return f"Rounding({self.format!r}, {self.mode!r}, {self.scaling!r})"
 
 
 def get_rounding(spec: "str | Format | Rounding") -> Rounding:
-    """Reads `'bfloat16'` or `'float8_e4m3fn/tensor:stochastic'`, that is `format[/scale][:mode]`.
+    """Returns the rounding written as `format[/scale][:mode]`; a `Rounding` is returned as it is.
+
+    Examples are `'bfloat16'` and `'float8_e4m3fn/tensor:stochastic'`. A `Format` rounds to nearest.
 
     Raises:
-      ValueError: unknown format, scale or mode; the message lists them.
+      ValueError: the format, scale or mode is unknown; the message lists the known ones.
     """
     if isinstance(spec, Rounding):
         return spec
@@ -121,11 +123,13 @@ def round_to(
 ) -> Float32[Array, "..."]:
     """Rounds a float32 array to `fmt`; the result is again float32.
 
-    NaN stays NaN. Beyond the largest finite value the result is what IEEE rounding gives:
-    infinity, or NaN in float8_e4m3fn, which has none (no saturation; `ml_dtypes` agrees);
-    toward_zero, the largest finite value, but of infinity the same.
+    NaN stays NaN. A value beyond the largest finite number becomes infinity, as in IEEE rounding,
+    or NaN in float8_e4m3fn, which has no infinity. Nothing saturates; `ml_dtypes` agrees. With
+    `toward_zero`, a finite value beyond it becomes the largest finite number, and infinity is
+    treated as in the other modes.
 
-    The derivative is that of x: a tangent passes unchanged (straight-through), in every mode.
+    The derivative is that of the identity in every mode: a tangent passes unchanged
+    (straight-through).
 
     Args:
       x: float32 array.
@@ -134,7 +138,7 @@ def round_to(
       bits: independent uniform uint32 of x's shape, for `stochastic` and `error_random_sign`.
 
     Raises:
-      ValueError: x is not float32, or bits are missing.
+      ValueError: x is not float32, bits are missing, or the format or mode is unknown.
     """
     fmt = _checked_format(x, fmt, mode, bits)
     return x if fmt.name == "float32" else _straight_through(x, fmt, mode, bits)
@@ -146,10 +150,10 @@ def round_in_kernel(
     mode: Mode = "nearest",
     bits: UInt32[Array, "..."] | None = None,
 ) -> Float32[Array, "..."]:
-    """`round_to` for kernel bodies: the same bits, without a rule for derivatives.
+    """`round_to` for kernel bodies: the same results, without a rule for derivatives.
 
     Raises:
-      ValueError: as `round_to`.
+      ValueError: as `round_to` does.
     """
     fmt = _checked_format(x, fmt, mode, bits)
     return x if fmt.name == "float32" else _rounded(x, fmt, mode, bits)
@@ -172,7 +176,7 @@ def _rounded(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     return _round(x, fmt, mode, bits)
 
 
-# Integer bits have no derivative: without a rule of its own that of every rounding would be 0.
+# Operations on integer bits have derivative 0, so a rounding needs a derivative rule of its own.
 _straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1, 2))
 
 
@@ -187,12 +191,12 @@ def _round(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     magnitude = pattern & jnp.uint32(_MAGNITUDE)
     if fmt.has_float32_exponents:
         drop = jnp.uint32(_FLOAT32_FRACTION_BITS - fmt.fraction_bits)
-        # A carry out of the significand moves on into the exponent, up to infinity: correct.
+        # A carry out of the significand into the exponent, even up to infinity, is correct.
         magnitude = _round_bits(magnitude, drop, mode, bits)
     else:
         magnitude = _round_significand(magnitude, fmt, mode, bits)
     rounded = lax.bitcast_convert_type(magnitude | (pattern & jnp.uint32(_SIGN)), jnp.float32)
-    # Without the guard the carry would turn some NaN into a zero.
+    # Without this guard, a carry would turn some NaN into zero.
     return jnp.where(x == x, rounded, x)
 
 
@@ -209,7 +213,7 @@ def _round_bits(n: Array, drop: Array, mode: str, bits: Array | None) -> Array:
 
 
 def _round_significand(magnitude: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
-    """Rounds where the format has fewer exponents than float32, so its own subnormals."""
+    """Rounds to a format with fewer exponents than float32, and thus with its own subnormals."""
     width = jnp.uint32(_FLOAT32_FRACTION_BITS)
     exponent = jnp.maximum(magnitude >> width, jnp.uint32(1))  # biased by 127
     fraction = magnitude & jnp.uint32((1 << 23) - 1)
@@ -241,7 +245,7 @@ def _bits_of(value: float) -> int:
 
 
 def _inject_error(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
-    """X + s·|nearest(x) − x|, in float32."""
+    """Returns x + s·|nearest(x) − x| in float32."""
     rounded = _round(x, fmt, "nearest", None)
     size = jnp.abs(rounded - x)
     if mode == "error_random_sign":
@@ -249,22 +253,23 @@ def _inject_error(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array
         sign = jnp.where(bits >> jnp.uint32(31) == 1, jnp.float32(-1), jnp.float32(1))
     else:
         sign = jnp.float32(1 if mode == "error_positive" else -1)
-    # Where rounding itself leaves the finite numbers there is no error size to inject.
+    # Where the rounded value is not finite, there is no error size to inject.
     return jnp.where(jnp.isfinite(size), x + sign * size, rounded)
 
 
 def counter_bits(seed: UInt32[Array, "2"], *counters: ArrayLike) -> UInt32[Array, "..."]:
-    """Uniform uint32 as a hash of a seed and integer counters, broadcast against each other.
+    """Returns uniform uint32 bits, a hash of a seed and of integer counters, which broadcast.
 
-    The bits depend on the counters' values alone, so the same (batch, head, row, column) draws
-    the same bits whatever the tiles or the sharding. Plain uint32 operations: lowers everywhere.
+    The bits depend only on the seed and the values of the counters, so the same (batch, head, row,
+    column) draws the same bits whatever the tiles or the sharding. The hash uses plain uint32
+    operations, which lower on every backend.
 
     The finaliser is `lowbias32` (Wellons, Hash Prospector, 2018).
     """
     h = jnp.uint32(0)
     for counter in (seed[0], seed[1], *counters):
-        # An odd multiplier spreads small consecutive counters over all bits; the addend keeps
-        # all-zero counters from hashing to zero.
+        # The odd multiplier spreads small consecutive counters over all bits. The addend keeps
+        # counters that are all zero from hashing to zero.
         n = jnp.asarray(counter).astype(jnp.uint32)
         h = _mix(h ^ (n * jnp.uint32(0x9E37_79B9) + jnp.uint32(0x7F4A_7C15)))
     return h

@@ -1,21 +1,21 @@
-"""Row-max rules: which m the softmax of a row subtracts before exp.
+"""Row-max rules, which choose the m that the softmax of a row subtracts before exp.
 
-A rule sees the scores of one online-softmax step and the running value. It is written once, in
-plain `jnp`; the reference, the tiled code and the kernels call it. With r_m the maximum of a row of
-the step and r_s the number of its entries with r_m − S ≤ `tolerance`:
+A rule reads the scores of one online-softmax step and the running m. It is written once, in plain
+`jnp`, and called by the plain implementations and the kernels. Let r_m be the maximum of a row in
+the step, and r_s the number of its entries with r_m − S ≤ `tolerance`:
 
   StandardMax    m = max(m_prev, r_m)
-  PublishedMax   r_s > 1 and r_m > 0: r_m ← β·r_m;  r_s > 1 and r_m < 0: r_m ← 0;  then as above
-  DynamicMax     the same with a bounded shift, and safe where the published rule is not
-  LazyMax        m_prev, unless r_m exceeds it by more than `threshold` in base 2: then r_m
+  PublishedMax   if r_s > 1, r_m ← β·r_m where r_m > 0, and r_m ← 0 where r_m < 0; then as above
+  DynamicMax     as PublishedMax, but with a bounded shift, and safe where PublishedMax is not
+  LazyMax        m = r_m if r_m exceeds m_prev by more than `threshold` in base 2, else m = m_prev
 
 The softmax does not depend on m in exact arithmetic. In low precision a shifted maximum keeps
 two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 and its Algorithm 2).
 
-`rule(s, m_prev)` is the definition. A kernel calls its second half, `running_max`. A kernel has
-S − r_m at hand already, counts ties in its own way, and may keep scores in other units. β is a
-factor and knows no units. `tolerance`, `max_shift` and the 1 that stands in for r_m = 0 are
-distances of scores, and are divided by the unit.
+`rule(s, m_prev)` defines the rule. A kernel calls only its second half, `running_max`, because it
+has already computed S − r_m, counts ties in its own way, and may keep scores in other units. β is a
+factor and has no unit. `tolerance`, `max_shift` and the 1 that replaces r_m = 0 are differences of
+scores, so they are divided by the unit.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-# A masked score: finite, so that differences of scores are, and exact in bfloat16.
+# The score of a masked pair. It is finite, so that differences of scores are finite too, and exact
+# in bfloat16.
 MASKED = -(2.0**127)
 
 
@@ -35,13 +36,13 @@ Rows = Float32[Array, "... T 1"]
 
 
 def is_repeated(below: Scores, tolerance: float) -> Bool[Array, "... T 1"]:
-    """Whether r_s > 1: more than one entry of a row lies within `tolerance` of its maximum.
+    """Whether r_s > 1: more than one entry of a row lies within `tolerance` of the row maximum.
 
     Args:
-      below: S − r_m of one step, ≤ 0; NaN (of an infinite r_m) counts as near.
+      below: S − r_m of one step, ≤ 0. NaN, which an infinite r_m produces, counts as near.
       tolerance: the largest distance that counts as near, in the units of `below`.
     """
-    # A float32 sum: a boolean reduction along rows does not lower in Triton.
+    # The sum is in float32 because a boolean reduction along rows does not lower in Triton.
     far = jnp.sum((below < -jnp.float32(tolerance)).astype(jnp.float32), axis=-1, keepdims=True)
     return far < below.shape[-1] - 1
 
@@ -55,16 +56,16 @@ class RowMax(Protocol):
 
     @property
     def clamp(self) -> float | None:
-        """Lower bound of each step's row sum, or None."""
+        """A lower bound on the row sum of each step, or None."""
         ...
 
     @property
     def visits_above_diagonal(self) -> bool:
-        """Whether a causal row takes steps, fully masked, over keys that lie after it."""
+        """Whether a causal row also takes the fully masked steps over keys that lie after it."""
         ...
 
     def __call__(self, s: Scores, m_prev: Rows) -> Rows:
-        """The running m after a step with scores s; masked entries of s are <= MASKED."""
+        """Returns the running m after a step with scores s; masked entries of s are <= MASKED."""
         ...
 
     def running_max(
@@ -76,20 +77,20 @@ class RowMax(Protocol):
         unit: float = 1.0,
         is_repeated: IsRepeated = is_repeated,
     ) -> Rows:
-        """The running m of a step with maximum r_m and scores r_m + below.
+        """Returns the running m after a step with row maximum r_m and scores r_m + below.
 
         Args:
-          r_m: rowmax(S) of the step; max(rowmax(S), MASKED) will do.
+          r_m: rowmax(S) of the step; max(rowmax(S), MASKED) is also allowed.
           below: S − r_m.
           m_prev: the running m before the step.
-          unit: scores, r_m and both m count in this many units of S, > 0.
-          is_repeated: a twin of `row_max.is_repeated`, equal for every input.
+          unit: the unit of scores, r_m and m, > 0; S is `unit` times the score.
+          is_repeated: a function with the same results as `row_max.is_repeated`.
         """
         ...
 
 
 class _Rule:
-    """A rule that looks at a step's scores only through their maximum and distances from it."""
+    """A rule that uses only the maximum of a step's scores and their distances from it."""
 
     def __call__(self: RowMax, s: Scores, m_prev: Rows) -> Rows:
         """See `RowMax`."""
@@ -101,8 +102,9 @@ class _Rule:
 class StandardMax(_Rule):
     """The running maximum: m = max(m_prev, rowmax(S)).
 
-    Edge cases. Fully masked step: m stays. Score +inf: the row becomes NaN (inf − inf), as in
-    any softmax; −inf counts as masked. Ties, zero and negative maxima are not special.
+    Edge cases: A fully masked step leaves m as it is. A score of +inf turns the row into NaN
+    (inf − inf), as in any softmax; −inf counts as masked. Ties, zero and negative maxima are not
+    special.
     """
 
     clamp: ClassVar[None] = None
@@ -125,15 +127,16 @@ class StandardMax(_Rule):
 class PublishedMax(_Rule):
     """The rule as published (arXiv 2510.04212 and its code), with its traps.
 
-    Edge cases.
-      Fully masked step: all its entries are equal and negative, so it is a "repeated negative
-        maximum" and raises m to at least 0, and l by `clamp`. Steps above the causal diagonal are
-        such steps: like the public code, and unlike other rules, this one takes them.
-      Maximum exactly 0: unhandled, nothing shifts, two P̄ stay exactly 1.
+    Edge cases:
+      Fully masked step: all its entries are equal and negative, so it counts as a repeated negative
+        maximum and raises m to at least 0, and l by `clamp`. Steps above the causal diagonal are
+        fully masked. Like the public code, and unlike the other rules, this rule takes them.
+      Maximum exactly 0: the rule does not handle it, so m does not shift and two P̄ stay exactly 1.
       Underflow: a row whose tied maximum r_m exceeds −log(clamp) / (β − 1), 23 by default, has a
-        row sum below the clamp: it is divided by more than it adds up to, and silently vanishes.
-        Where (β − 1)·r_m exceeds about 87 every exp underflows: with `clamp=None`, 0/0 = NaN.
-      Tolerance: entries within it of the maximum count as repeated, though their P̄ differ.
+        row sum below the clamp. It is divided by more than its sum, and silently vanishes. Where
+        (β − 1)·r_m exceeds about 87, every exp underflows, and `clamp=None` gives 0/0 = NaN.
+      Tolerance: entries within `tolerance` of the maximum count as repeated although their P̄
+        differ.
       Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
       The rule acts on one step, so the result depends on `kv_block`.
 
@@ -166,10 +169,10 @@ class PublishedMax(_Rule):
         is_repeated: IsRepeated = is_repeated,
     ) -> Rows:
         """See `RowMax`."""
-        # −inf counts as masked, whether `below` is then NaN or, above a bounded r_m, −inf.
+        # −inf counts as masked, whether `below` is NaN or, if the kernel bounds r_m, −inf.
         repeated = is_repeated(below, self.tolerance / unit) | (r_m <= MASKED)
         shifted = jnp.where(r_m > 0, jnp.float32(self.beta) * r_m, jnp.float32(0))
-        # r_m = 0 shifts to 0 as well: the case that the published rule leaves unhandled.
+        # r_m = 0 shifts to 0, that is, not at all. The published rule does not handle this case.
         return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))
 
 
@@ -177,14 +180,14 @@ class PublishedMax(_Rule):
 class DynamicMax(_Rule):
     """The published rule without its traps: `row_max='dynamic_max'`.
 
-    Where the maximum repeats, r_m ← β·r_m if positive and 0 if negative, but at most
-    `max_shift` above r_m, so that no row can underflow: l ≥ exp(−max_shift).
+    Where the maximum repeats, r_m becomes β·r_m if positive and 0 if negative, but it rises by at
+    most `max_shift`. No row can therefore underflow: l ≥ exp(−max_shift).
 
-    Edge cases.
-      Fully masked step: m stays, the bounded shift does not move MASKED.
-      Maximum exactly 0: β·r_m would not move, so it shifts by β − 1, as r_m = 1 does.
-      Underflow: cannot happen, the shift is bounded.
-      Tolerance: 0 by default, only exactly equal scores count.
+    Edge cases:
+      Fully masked step: m stays, because the bounded shift does not change MASKED in float32.
+      Maximum exactly 0: β·r_m would not move, so m shifts by β − 1, as it does for r_m = 1.
+      Underflow: it cannot happen, because the shift is bounded.
+      Tolerance: it is 0 by default, so only exactly equal scores count as repeated.
       Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
       The rule acts on one step, so the result depends on `kv_block`.
 
@@ -219,12 +222,13 @@ class DynamicMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         repeated = is_repeated(below, self.tolerance / unit)
-        # From r_m to β·r_m if positive, to 0 if negative; for β = 2 in either case |r_m|, which the
-        # compilers find behind the product, but not behind Triton's negation, a difference.
+        # The shift leads to β·r_m if r_m is positive, and to 0 if it is negative. For β = 2 it is
+        # |r_m| in both cases. Compilers recognise this from the product with −1, but not from a
+        # negation, which Triton writes as a difference.
         shift = jnp.maximum(jnp.float32(self.beta - 1.0) * r_m, jnp.float32(-1.0) * r_m)
         shift = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shift)
         shift = jnp.minimum(shift, jnp.float32(self.max_shift / unit))
-        # A fully masked step is all ties, but MASKED + max_shift == MASKED in float32.
+        # All entries of a fully masked step are ties, but MASKED + max_shift == MASKED in float32.
         return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
 
 
@@ -232,19 +236,22 @@ class DynamicMax(_Rule):
 class LazyMax(_Rule):
     """A maximum that is raised only if it grows by more than `threshold` in base 2.
 
-    FlashAttention-4's lazy rescale (flash_attn/cute/softmax.py, `rescale_threshold`), so that most
-    steps leave Ō as it is. The largest P̄ of a row is anything from 1 to 2 to the power of
-    `threshold`, so that rounding P̄ may err on the entry that counts most.
+    This is FlashAttention-4's lazy rescale (flash_attn/cute/softmax.py, `rescale_threshold`), with
+    which most steps leave Ō as it is. The largest P̄ of a row can be any number from 1 to
+    2^threshold, so rounding P̄ may change the entry that counts most.
 
-    Edge cases.
+    Edge cases:
       Fully masked step: m stays. First step with a key: m = r_m.
-      Overflow: P̄ ≤ 2^threshold, which `probs` must hold; a call that cannot is refused.
+      Overflow: P̄ ≤ 2^threshold, so the format of `probs` must hold 2^threshold; other calls are
+        refused.
       Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
-      The rule compares steps, so the result depends on `kv_block` and on their order. Steps here go
-        from the first key to the last, those of FlashAttention-4 from the last to the first.
+      The rule compares steps, so the result depends on `kv_block` and on the order of the steps.
+        Steps go from the first key to the last here, and from the last to the first in
+        FlashAttention-4.
 
     Attributes:
-      threshold: growth of m · log2 e, in [0, 64], that changes nothing; 0 is `StandardMax`.
+      threshold: the largest growth of m · log2 e, in [0, 64], that leaves m as it is; 0 gives
+        `StandardMax`.
 
     Raises:
       ValueError: a value out of range.
@@ -269,7 +276,7 @@ class LazyMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         growth = jnp.float32(self.threshold * math.log(2) / unit)
-        # Before the first key both may be −inf: their difference is NaN, and m stays.
+        # Before the first key both may be −inf. Their difference is then NaN, and m stays.
         return jnp.where(r_m - m_prev > growth, r_m, m_prev)
 
 
@@ -289,10 +296,10 @@ ROW_MAX_RULES: dict[str, type] = {
 
 
 def get_row_max(name: str, **options: float | None) -> RowMax:
-    """The rule called `name` with some of its options changed.
+    """Returns the rule called `name`, with the given options in place of its defaults.
 
     Raises:
-      ValueError: no such rule or option, or a value out of range.
+      ValueError: there is no such rule or option, or a value is out of range.
     """
     if name not in ROW_MAX_RULES:
         raise ValueError(f"unknown row-max rule {name!r}; rules are {', '.join(ROW_MAX_RULES)}")

@@ -1,4 +1,4 @@
-"""Rounding with a scale: x · scale to the format, saturated, and divided by the scale again."""
+"""Rounding with a scale: x · scale is rounded to the format, with saturation, and scaled back."""
 
 import math
 from functools import partial
@@ -14,11 +14,11 @@ from lowprec_attn.numerics.rounding import Rounding, round_to
 from lowprec_attn.numerics.scaling import Scaling
 
 _E4M3 = get_format("float8_e4m3fn")
-_LARGEST_POWER = 127  # of e8m0
+_LARGEST_POWER = 127  # the largest exponent of e8m0
 
 
 def largest(x: Float32[Array, "B K G T S"], scaling: Scaling) -> Array:
-    """amax of the key heads that share a scale, [B, K, 1, 1, 1] or of all [1, 1, 1, 1, 1]."""
+    """Returns the largest |x|: with `head` per key head, [B, K, 1, 1, 1], else [1, 1, 1, 1, 1]."""
     axes = (2, 3, 4) if scaling.kind == "head" else tuple(range(x.ndim))
     return jnp.max(_size(x), axis=axes, keepdims=True)
 
@@ -31,16 +31,17 @@ def round_scaled(
     amax: Array | None = None,
     bits: UInt32[Array, "B K G T S"] | None = None,
 ) -> Float32[Array, "B K G T S"]:
-    """A float32 array rounded to the numbers code / scale, float32; `scaling` says which they are.
+    """Rounds a float32 array to numbers code / scale, and returns them in float32.
 
-    The derivative is that of x, as of `round_to`.
+    A code is a number of the format, and `rounding.scaling` determines the scale. As in `round_to`,
+    the derivative is that of the identity.
 
     Args:
-      x: an array or a tile of one.
-      rounding: with a scaling.
-      axis: that along which the product sums, −1 or −2.
-      amax: `largest` of the whole array where x is a tile of it; None: of x.
-      bits: as `round_to` takes them.
+      x: an array, or a tile of one.
+      rounding: a rounding that has a scaling.
+      axis: the axis over which the product sums, −1 or −2.
+      amax: `largest` of the whole array if x is a tile of it; None if x is the whole array.
+      bits: random bits, as in `round_to`.
     """
     fmt, scaling = rounding.format, rounding.scaling
     assert scaling is not None
@@ -56,7 +57,7 @@ def round_scaled(
         of_array = _factor(jnp.float32(_E4M3.max_finite) * most, amax)
         of_block = _of_blocks(_size(x), scaling.block_on_axis, axis) * (of_array / most)
         of_block = round_to(jnp.minimum(of_block, jnp.float32(_E4M3.max_finite)), _E4M3)
-        # A block whose scale rounds to zero is zero.
+        # A block whose d rounds to zero becomes zero.
         kept = jnp.where(of_block == 0, jnp.float32(1), of_block)
         value = codes(x * (of_array / kept)) * kept / of_array
         return jnp.where((of_block == 0) & (x == x), jnp.float32(0), value)
@@ -82,19 +83,19 @@ def _tangent_unchanged(
 
 
 def _size(x: Array) -> Array:
-    """|x|, 0 of NaN."""
+    """Returns |x|, with 0 in place of NaN."""
     return jnp.where(x == x, jnp.abs(x), jnp.float32(0))
 
 
 def _factor(most: Array, amax: Array) -> Array:
-    """Most / amax, at most the largest float32; 1 where amax is 0 or infinite."""
+    """Returns most / amax, at most the largest float32; 1 where amax is 0 or infinite."""
     plain = (amax == 0) | (amax == jnp.inf)
     factor = most / jnp.where(plain, jnp.float32(1), amax)
     return jnp.where(plain, jnp.float32(1), jnp.minimum(factor, jnp.finfo(jnp.float32).max))
 
 
 def _power_of_two(amax: Array, fmt: Format) -> Array:
-    """2^(⌊log2 max⌋ − ⌊log2 amax⌋) within e8m0; 1 where amax is 0 or infinite."""
+    """Returns 2^(⌊log2 max⌋ − ⌊log2 amax⌋), limited to e8m0; 1 where amax is 0 or infinite."""
     plain = (amax == 0) | (amax == jnp.inf)
     exponent = (lax.bitcast_convert_type(amax, jnp.uint32) >> 23).astype(jnp.int32) - 127
     power = jnp.minimum(math.frexp(fmt.max_finite)[1] - 1 - exponent, _LARGEST_POWER)
@@ -103,7 +104,7 @@ def _power_of_two(amax: Array, fmt: Format) -> Array:
 
 
 def _of_blocks(size: Array, block: int | None, axis: int) -> Array:
-    """The largest of every `block` numbers along an axis, in the place of each of them."""
+    """Replaces every number by the largest of its block of `block` numbers along an axis."""
     assert block is not None
     size = jnp.moveaxis(size, axis, -1)
     length = size.shape[-1]

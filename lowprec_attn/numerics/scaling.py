@@ -1,19 +1,23 @@
-"""Scales of 8-bit formats: what an array is multiplied with before it is rounded, and divided by.
+"""Scales of 8-bit formats: an array is multiplied by its scale, rounded, and divided by it again.
 
-By name, as in 'float8_e4m3fn/tensor'. With max the largest number of the format and amax the
-largest finite |x| of those that share a scale:
+A scale is named as in 'float8_e4m3fn/tensor'. Let max be the largest number of the format, and amax
+the largest |x| among the numbers that share a scale. The scales are:
 
-  x<factor>   a constant, such as x448 or x256
-  tensor      max / amax of the whole array (TransformerEngine, `recipe_common.cuh`)
-  head        the same of a batch element and key head (what FlashAttention-3's callers pass)
-  block<n>    the same of n rows of a head (FlashAttention-3's paper, arXiv 2407.08608, section 3.3)
-  mx          2^(⌊log2 max⌋ − ⌊log2 amax⌋) of 32 numbers along the axis that the product sums over,
-              its inverse an e8m0 number (OCP Microscaling Formats 1.0, section 6.3)
-  nvfp4       g / d of 16 numbers likewise, g = 448 max / amax of the array, d = g amax / max of the
-              16 as rounded to e4m3 (NVIDIA's NVFP4, here of any format)
+  x<factor>   a constant factor, such as x448 or x256
+  tensor      max / amax, one scale per array (TransformerEngine, `recipe_common.cuh`)
+  head        max / amax, one scale per batch element and key head (as FlashAttention-3's callers
+              pass it)
+  block<n>    max / amax, one scale per n rows of a head (FlashAttention-3's paper, arXiv
+              2407.08608, section 3.3)
+  mx          2^(⌊log2 max⌋ − ⌊log2 amax⌋), one scale per 32 numbers along the axis over which the
+              product sums; its inverse is an e8m0 number (OCP Microscaling Formats 1.0, section
+              6.3)
+  nvfp4       g / d, one scale per 16 numbers along that axis; g = 448 max / amax with the amax of
+              the array, and d = g amax / max with the amax of the 16 numbers, rounded to e4m3
+              (NVIDIA's NVFP4, here for any format)
 
-A value beyond max after that is rounded to ± max, infinities too, as cvt.satfinite does. NaN stays
-NaN and counts in no amax. Where amax is 0 or infinite the scale is 1.
+A scaled value beyond max, even infinity, is rounded to ± max, as cvt.satfinite does. NaN stays NaN
+and does not enter amax. Where amax is 0 or infinite the scale is 1.
 """
 
 import dataclasses
@@ -22,21 +26,22 @@ from typing import Any, Literal, get_args
 
 Kind = Literal["x", "tensor", "head", "block", "mx", "nvfp4"]
 
-# Numbers that share a scale along the axis of a product.
+# How many numbers along the axis of a product share a scale.
 _ALONG_AXIS = {"mx": 32, "nvfp4": 16}
 _WRITTEN = re.compile(r"(x)([0-9.]+)|(block)([0-9]+)|(tensor|head|mx|nvfp4)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Which numbers of an array share a scale, and what it is.
+    """Which numbers of an array share a scale, and how the scale is computed.
 
-    An array is that of one call: with `attention.sharded` that of a device, and where heads differ
-    in their arithmetic that of the heads that share it. Rows that no query sees count as well.
+    The array is the part that one call sees: with `attention.sharded` the part on one device, and
+    if heads differ in arithmetic the part of the heads that share it. Rows of k and v that no query
+    sees count as well.
 
     Attributes:
-      kind: see the module.
-      number: the factor of `x`, the rows of `block`; 0 for the others.
+      kind: the kind of scale, see the module.
+      number: the factor of `x` or the number of rows of `block`; 0 for all other kinds.
     """
 
     kind: Kind
@@ -50,12 +55,12 @@ class Scaling:
 
     @property
     def block_on_axis(self) -> int | None:
-        """How many numbers along the axis of a product share a scale, None where none do."""
+        """How many numbers along the axis of a product share a scale; None for other kinds."""
         return _ALONG_AXIS.get(self.kind)
 
     @property
     def needs_largest(self) -> bool:
-        """Whether the largest |x| of more than a row has to be known first."""
+        """Whether the scale needs the largest |x| of more numbers than one row."""
         return self.kind in ("tensor", "head", "nvfp4")
 
     def __str__(self) -> str:
@@ -63,10 +68,10 @@ class Scaling:
 
 
 def get_scaling(name: str) -> Scaling:
-    """The scaling written `name`.
+    """Returns the scaling written as `name`, such as 'tensor' or 'x448'.
 
     Raises:
-      ValueError: there is no such; the message lists them.
+      ValueError: there is no such scale; the message lists the scales.
     """
     found = _WRITTEN.fullmatch(name)
     if found is None or (found[2] or "").count(".") > 1:
