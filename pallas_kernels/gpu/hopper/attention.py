@@ -290,7 +290,7 @@ def attention(
     extras: Extras,
     spec: Spec,
 ) -> tuple[Array, ...]:
-    """Returns O = softmax(q kᵀ · scale) v [B, T, N, H] and lse [B, T, N] in float32.
+    """Returns O = softmax(q kᵀ · scale) v [B, T, N, H] and a float32 lse [B, T, N].
 
     `spec.numerics` names the roundings. With `spec.max_logit` the result also has the largest
     scores [B, T, N].

@@ -295,7 +295,7 @@ class BlockSizes:
         self.key_gradients.check("key_gradients", unordered=self.unordered)
 
     def check(self, numerics: Numerics, head_size: int) -> None:
-        """Raises ValueError for tiles that a call's kernels do not take."""
+        """Raises ValueError if the kernels of a call do not take these tiles."""
         self.forward.check(numerics)
         if not self.unordered:
             self.query_gradients.check("query_gradients", numerics)

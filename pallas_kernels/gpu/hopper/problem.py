@@ -142,7 +142,7 @@ class Problem:
 
     @property
     def scales_last(self) -> bool:
-        """Whether the sums dQ and dK are scaled: a power of two commutes with rounding dS."""
+        """Whether dQ and dK are scaled once summed: a power of two commutes with rounding dS."""
         return self.spec.scale_is_power_of_two
 
     @property
@@ -392,7 +392,7 @@ class Problem:
             step = jnp.int32(tile.step)
             if not self.spec.is_causal:
                 full = jnp.minimum(full, lax.div(row + (right + 1), step))
-            # The window hides a step's first key from the last of the 64 rows first.
+            # Of the 64 rows, the last is the first from which the window hides a key on the left.
             clear = lax.div(jnp.maximum(row + (ROWS - 1 - left), 0) + (tile.step - 1), step)
         if segments is not None:
             alike, differs = segments.alike(batch, row)

@@ -79,7 +79,7 @@ def load_query_tiles(
         # If q has a second stage, the next tile's q is loaded while the consumers still multiply
         # the steps of this tile.
         pl.when(work.is_valid)(load_rows)
-        # Up to the last step that any consumer's rows see.
+        # Keys are loaded up to the last step that any consumer's rows see.
         begin, end = problem.program_steps(start, work.batch, tile, keys.segments)
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))

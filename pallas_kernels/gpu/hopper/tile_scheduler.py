@@ -56,7 +56,7 @@ class StaticScheduler:
         return min(self.programs, self._pieces)
 
     def count(self, program: Array) -> Array:
-        """How many tiles a program has, those that do not exist included."""
+        """How many tiles a program has, including tiles that do not exist."""
         pieces = lax.div(self._pieces - program + (self.grid - 1), jnp.int32(self.grid))
         return pieces * 2 if self.in_pairs else pieces
 
@@ -124,7 +124,7 @@ class LongestFirstScheduler:
         return min(self.programs, self.tiles * self._together)
 
     def count(self, program: Array) -> Array:
-        """How many tiles a program has, those that do not exist included."""
+        """How many tiles a program has, including tiles that do not exist."""
         # Not a constant: Mosaic GPU's loops do not take bounds that JAX has made literals.
         return program * 0 + self._rounds * -(-self._all_heads // self._together)
 

@@ -218,7 +218,7 @@ def probs(
 def shifted_dp(dp: Array, do: Pipeline, n: Array, problem: Problem) -> Array:
     """(dP − δ)ᵀ, times scale unless `scales_last`; the n-th filling of dO's pipeline has −δ."""
     dp = problem.rounded(dp)
-    # A scale that is a power of two commutes with the rounding of dS: then the sum dK is scaled.
+    # A power of two commutes with the rounding of dS. With such a scale dK is scaled once summed.
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)
     offset = do.get(n, *place_of("dp_offset", problem), buffer=OFFSET)

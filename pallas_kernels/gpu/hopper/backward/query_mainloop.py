@@ -194,7 +194,7 @@ def _ds(probs: Array, dp: Array, rows: BackwardRows) -> Array:
         return probs * (
             dp * along_rows(rows.inverse_l, dp.shape) + along_rows(rows.of_dp, dp.shape)
         )
-    # A scale that is a power of two commutes with the rounding of dS: then the sum dQ is scaled.
+    # A power of two commutes with the rounding of dS. With such a scale dQ is scaled once summed.
     if not rows.problem.scales_last:
         dp = dp * np.float32(rows.problem.spec.scale)
     return probs * (dp + along_rows(rows.of_dp, dp.shape))

@@ -115,7 +115,7 @@ def _larger_and_ties(
         of_piece = by_lane(jnp.maximum, s).max(axis=1)
         new = jnp.maximum(r, of_piece)
         near = at_least(s, along_rows(new, s.shape), interpret=interpret)
-        ties = jnp.where(of_piece > r, np.int32(0), ties)  # a new maximum begins the count anew
+        ties = jnp.where(of_piece > r, np.int32(0), ties)  # a new maximum restarts the count
         r, ties = new, ties + by_lane(jnp.add, near).sum(axis=1)
     return r, ties
 

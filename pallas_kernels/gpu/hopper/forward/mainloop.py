@@ -65,7 +65,7 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         return _after_last(running), acc, None
     run = _run_in_order if in_order else _run_overlapped
     found = run(acc, auxiliary, rows)
-    if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
+    if tile.overlap_tiles:  # O has memory of its own, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
     return found
 
@@ -164,7 +164,7 @@ def _run_overlapped(
     acc: Array, auxiliary: Array | None, rows: QueryRows
 ) -> tuple[Softmax, Array, Array | None]:
     softmax = _prologue(rows)
-    if rows.tile.owned_stages > 1:  # not sooner: the wait is hidden here
+    if rows.tile.owned_stages > 1:  # not sooner: the first softmax hides the wait
         free_last_output(rows)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps, rows)
     acc, auxiliary, softmax = _run_steps(acc, auxiliary, softmax, rows)

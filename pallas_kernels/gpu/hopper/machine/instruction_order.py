@@ -120,7 +120,7 @@ def opaque_zero(n: Array, *, interpret: bool) -> Array:
     )
     def emit(_: Context, n: Registers) -> Registers:
         word = ir.IntegerType.get_signless(32)
-        # The compiler sees through a shift where it knows the bound of n; not through PTX.
+        # Where the compiler knows the bound of n it sees through a shift, but not through PTX.
         number: MlirValue = n.registers[()]
         zero: MlirValue = llvm.inline_asm(word, [number], "shr.u32 $0, $1, 30;", "=r,r")
         return fragmented_array.FragmentedArray.splat(zero, (), is_signed=True)

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 from jax.experimental.mosaic.gpu import fragmented_array, launch_context
 
 Ref: TypeAlias = Any
-"""A reference to global or shared memory, to a part of it, or to barriers, inside of a kernel."""
+"""A reference, inside a kernel, to global or shared memory, to a part of it, or to barriers."""
 
 Scratch: TypeAlias = Any
 """A description of shared memory, registers or barriers of a kernel, for `plgpu.kernel`."""
