@@ -3,11 +3,11 @@
 It takes bfloat16 arrays and serves:
 
 - the roundings of FlashAttention-2 and -3: P̄, O, and P and dS as operands of matrix products;
-- δ from a rounded or unrounded O, from the halves of O, or from O′; δ normalised, or a correction
-  after the cast of dS; the choices of `matched`;
+- δ from a rounded or an unrounded O, from the halves of O or from O′, and a normalised δ;
+- a correction after the cast of dS, and the choices of `matched`;
 - the standard and the dynamic maximum;
 - local windows, segments, lengths, soft caps and sinks;
-- the further products that `published` rounds (`long_steps`).
+- the further products that `published` rounds, at head size 64 (`long_steps`).
 
 `unsupported` names what it declines; the general GPU kernels serve that.
 

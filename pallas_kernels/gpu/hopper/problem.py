@@ -45,7 +45,7 @@ class KeySteps(NamedTuple):
     Attributes:
       full: steps from this one on need a mask.
       end: the number of steps.
-      begin: that first step among all steps of the keys; None if every tile begins with step 0.
+      begin: the tile's first step, among all steps of the keys; None if tiles begin with step 0.
       clear: steps before this one need a mask too; None if there are none.
     """
 
