@@ -1,12 +1,12 @@
-"""Kernels for NVIDIA's Hopper GPUs (sm_90a) in Pallas Mosaic GPU: for speed.
+"""Fast kernels for NVIDIA Hopper GPUs (sm_90a), written in Pallas Mosaic GPU.
 
-`attention` is the entry of attention. It serves the arithmetic that people train with, see
-`unsupported` there; `pallas_kernels.gpu` serves everything else.
+`attention` is the entry point. It serves the arithmetic that people train with; its `unsupported`
+names what it declines. `pallas_kernels.gpu` serves everything else.
 
-The kernels are warp-specialized and persistent, as FlashAttention-3's (arXiv 2407.08608): a program
-stays on its multiprocessor and works through many tiles; one producer warpgroup loads (TMA), two or
-three consumer warpgroups multiply (WGMMA) and do the softmax. A tile's life in the forward kernel,
-two consumers, two stages of k and v, time downwards:
+The kernels are warp-specialized and persistent, like FlashAttention-3 (arXiv 2407.08608). A program
+stays on its multiprocessor and works through many tiles. One producer warpgroup loads by TMA. Two
+or three consumer warpgroups multiply by WGMMA and compute the softmax. The table follows a tile
+through the forward kernel with two consumers and two stages of q, k and v. Time runs downwards:
 
     producer             q buffer   k, v stages   consumer 0              consumer 1
     ------------------   --------   -----------   ---------------------   ---------------------
@@ -23,31 +23,36 @@ two consumers, two stages of k and v, time downwards:
                          O (u)                    O through q's memory,   O through q's memory,
     q of tile u + 2      empty (u)                released in tile u + 1  released in tile u + 1
 
-Each buffer is owned by the producer from when all consumers have arrived at its `empty` barrier, by
-the copy engine until the last byte has arrived at its `full` barrier, and by the consumers until
-each has released it (`machine.pipeline`). Consumers pass the tensor cores to each other through
-named barriers (`machine.ping_pong`): one multiplies during the other's softmax. O has no memory of
-its own; the next q but one waits for it. In the backward kernels q, dO and O, or k and v, have q's
-place, and dQ, or dK and dV, O's.
+The producer owns a buffer once all consumers have arrived at its `empty` barrier. The copy engine
+owns it until its last byte has arrived at the `full` barrier. The consumers own it until each of
+them has released it (`machine.pipeline`). Consumers take turns at the tensor cores through named
+barriers (`machine.ping_pong`): one multiplies while another computes its softmax.
+
+O has no shared memory of its own here. It leaves through the buffer of its q, so the q of tile
+u + 2 is loaded once the O of tile u has left. The backward kernels work alike: in the dQ kernel, q,
+dO and O take the place of q, and dQ takes the place of O; in the dK and dV kernel, k and v take the
+place of q, and dK and dV take the place of O.
 
 Where to find what:
 
-  attention            what is served, and the entry; vjp: the passes, under one `custom_vjp`
-  block_sizes          ForwardTile, BackwardTile and what is legal; tuning, tuning.toml: the table
+  attention            the entry point, and what it serves; vjp: both passes, in one `custom_vjp`
+  block_sizes          ForwardTile, BackwardTile, and their legal values; tuning, tuning.toml: the
+                       tuned tiles
   problem              one call: sizes, windows, masks, parts of arrays
-  segments, sinks      ids that hide keys, of segments and lengths; a row's m and l before its keys
-  tile_scheduler       which program has which tiles, and in which order
-  producer             loads, of every attention kernel
-  forward/kernel       memory and roles; forward/mainloop: the steps; forward/softmax: the causal
-                       mask, the maximum, P̄; forward/epilogue: O is divided, rounded, stored;
+  segments, sinks      segment ids and lengths that hide keys; m and l of a row before its first key
+  tile_scheduler       which program works on which tiles, and in which order
+  producer             the producer warpgroup of every attention kernel
+  forward/kernel       shared memory and roles; forward/mainloop: the steps; forward/softmax: the
+                       mask, the row maximum, P̄; forward/epilogue: O is divided, rounded, stored;
                        forward/long_steps: the mainloop of `published`
-  backward/            query_gradients and key_gradients: memory, roles, epilogues; query_mainloop,
-                       key_mainloop: the steps; query_operands, key_operands: δ, P and dP;
-                       cooperative_*: two consumers share 64 rows; dq_accumulator: dQ unordered
+  backward/            query_gradients, key_gradients: shared memory, roles, epilogues;
+                       query_mainloop, key_mainloop: the steps; query_operands, key_operands: δ, P
+                       and dP; cooperative_*: two consumers share 64 rows; dq_accumulator: dQ summed
+                       without a fixed order
   machine/             pipeline, ping_pong, exchange (from consumer to consumer), wgmma, layouts,
                        warpgroups (registers), instructions and instruction_order (inline PTX),
                        maxima (the test for ties)
-  gelu_products, cross_entropy   the trainer's, which `pallas_kernels.gpu.trainer` chooses
+  gelu_products, cross_entropy   kernels of the trainer, chosen by `pallas_kernels.gpu.trainer`
 
-All but attention, block_sizes and tuning import Mosaic GPU.
+All modules but attention, block_sizes and tuning import Mosaic GPU.
 """

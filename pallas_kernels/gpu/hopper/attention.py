@@ -1,14 +1,20 @@
-"""Attention on Hopper GPUs: what it serves, and its entry.
+"""The entry point of attention on Hopper GPUs, and what it serves.
 
-Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
-products), the O that δ sees rounded or not, in halves or O′, δ normalised or not or corrected after
-the cast, what `matched` has, and the standard and the dynamic maximum; local windows, segments and
-lengths, soft caps and sinks; and, with tiles of the caller's, the products that `published` rounds
-as well (`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
+It takes bfloat16 arrays and serves:
 
-The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
-takes two more here and three more there. `matched` has no product more; the correction after the
-cast has two, of the nine of both passes (docs/developers/hopper.md).
+- the roundings of FlashAttention-2 and -3: P̄, O, and P and dS as operands of matrix products;
+- δ from a rounded or an unrounded O, from the halves of O or from O′, and a normalised δ;
+- a correction after the cast of dS, and the choices of `matched`;
+- the standard and the dynamic maximum;
+- local windows, segments, lengths, soft caps and sinks;
+- the further products that `published` rounds, at head size 64 (`long_steps`).
+
+`unsupported` names what it declines; the general GPU kernels serve that.
+
+The lower bounds on time in `pallas_kernels.gpu.attention` hold here too, because both passes take
+the same products. O′ is the exception: it takes two more products here and three more there.
+`matched` takes no further product. The correction after the cast adds two products to the nine of
+both passes (docs/developers/hopper.md).
 """
 
 import jax
@@ -44,20 +50,20 @@ from pallas_kernels.gpu.hopper.block_sizes import (
 
 HEAD_SIZES = (64, 128, 256)
 KEYS_PER_STEP = (64, 128)
-# Steps whose products are rounded, as those of 512 by `published`; and the head size.
+# Keys of a step whose products are rounded (512 in `published`), and the head size that it takes.
 _LONG_STEPS, _LONG_STEPS_OF = (128, 256, 384, 512), 64
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
-# What `published` rounds beside these.
+# The points that `published` rounds besides.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
-# tanh errs by 2^-21 of itself, and a score near the cap by that times the cap.
+# tanh has a relative error of 2^-21, so a score near the cap has an error of 2^-21 times the cap.
 _LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 _FEW_ROWS = 4096
 
 
 def unsupported(request: Request) -> str | None:
-    """What of the request the kernels cannot serve, or None."""
+    """Names what the kernels cannot serve of a request, or returns None."""
     spec = request.spec
     if reason := unsupported_in_tiles(request, BlockSizes):
         return reason
@@ -78,7 +84,7 @@ def unsupported(request: Request) -> str | None:
         return "a dense mask"
     if request.has_backward_sums:
         return "backward_sums"
-    if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
+    if not spec.scale > 0:  # the row maximum is taken of q kᵀ before it is scaled
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
@@ -97,26 +103,27 @@ def unsupported(request: Request) -> str | None:
 
 
 def faster_elsewhere(request: Request) -> tuple[str, str] | None:
-    """`gpu`, where rows are few and have lengths, and with what.
+    """Returns `gpu` and the reason for calls with lengths and few rows, otherwise None.
 
-    Both passes take 1.4 times those of `gpu` at gpt2, and 0.9 times at 8,192 rows
-    (results/hopper/variants_18_h200.jsonl); no number of rows between was timed. The reason is
-    probably that `gpu` loads nothing beyond a length, while arrays for these kernels are copied,
-    with zeros there (`lowprec_attn.arithmetic.hidden`). With a window or sinks both are.
+    For such calls both passes take 1.4 times the time of `gpu` at gpt2, and 0.9 times at 8,192 rows
+    (results/hopper/variants_18_h200.jsonl). No number of rows in between was timed. The probable
+    reason is that `gpu` loads nothing beyond a length, while the arrays of these kernels are first
+    copied with zeros there (`lowprec_attn.arithmetic.hidden`). With a window or with sinks, the
+    arrays of both implementations are copied.
     """
     rows = request.q_shape[1], request.kv_shape[1]
     if not request.has_lengths or request.has_segments or request.has_sinks:
         return None
     if request.spec.window is not None:
         return None
-    # A symbolic size of `jax.export` is none to compare.
+    # A symbolic size of `jax.export` cannot be compared.
     if not all(isinstance(n, int) and n < _FEW_ROWS for n in rows):
         return None
     return "gpu", f"lengths below {_FEW_ROWS} rows"
 
 
 def _unsupported_unordered(n: Numerics) -> str | None:
-    """What, where dQ is summed by the kernel of dK and dV."""
+    """Names what is unsupported where the dK and dV kernel also sums dQ, or returns None."""
     for name, taken in (("delta", "do_o"), ("statistics", "lse")):
         if (found := getattr(n, name)) != taken:
             return f"{name}={found} with unordered=True (which takes {taken})"
@@ -126,7 +133,7 @@ def _unsupported_unordered(n: Numerics) -> str | None:
 
 
 def _masks_and_scores(request: Request) -> list[str]:
-    """What a call has beside plain or causal attention, by name."""
+    """The names of what a call asks for beyond plain or causal attention."""
     spec = request.spec
     asked = {
         "a local window": spec.window is not None,
@@ -139,7 +146,10 @@ def _masks_and_scores(request: Request) -> list[str]:
 
 
 def _unsupported_together(request: Request) -> str | None:
-    """What of a call beside plain or causal attention, where kernels have other mainloops."""
+    """Names what a mainloop for plain or causal attention alone cannot serve, or returns None.
+
+    Unordered dQ and rounded products have such mainloops.
+    """
     spec = request.spec
     which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
     if not _is_unordered(spec) and not rounds_products(spec.numerics):
@@ -155,14 +165,14 @@ def _unsupported_cap_or_sinks(request: Request) -> str | None:
     given = [name for name, is_given in named.items() if is_given]
     if not given:
         return None
-    # The sums of rows would have to know the sink's column, and P k the derivative of the cap.
+    # The row sums would have to include the sink's column, and P k the derivative of the cap.
     if (delta := spec.numerics.delta) != "do_o":
         return f"{', '.join(given)} with delta={delta} (it takes do_o)"
     if spec.soft_cap is None:
         return None
     if spec.soft_cap > _LARGEST_CAP:
         return f"logits_soft_cap={spec.soft_cap} (it takes up to {_LARGEST_CAP})"
-    if is_wide(request.q_shape[-1]):  # there P goes from one consumer to another
+    if is_wide(request.q_shape[-1]):  # there one consumer hands P to another
         return f"logits_soft_cap={spec.soft_cap} at head size {request.q_shape[-1]}"
     if isinstance(sizes, BlockSizes) and sizes.key_gradients.cooperative:
         return f"logits_soft_cap={spec.soft_cap} with cooperative=True"
@@ -177,15 +187,15 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
         return "saved_output=auxiliary"
     if n.kv_block == 128:
         return "kv_block=128 (it takes 64 or None)"
-    # What rounding O left goes to memory from registers, 16 bytes of a row at a time. Mosaic GPU of
-    # JAX 0.12 stores whole sectors of 32 bytes alone.
+    # The lower half of O is stored straight from registers, 16 bytes of a row at a time. Mosaic GPU
+    # of JAX 0.12 stores only whole sectors of 32 bytes.
     if n.saved_output == "halves" and jax.__version_info__ >= (0, 12) and not _interprets(spec):
         return f"saved_output=halves on JAX {jax.__version__} (it takes JAX 0.11)"
     return None
 
 
 def _unsupported_in_long_steps(request: Request) -> str | None:
-    """What, where products are rounded as by `published`."""
+    """Names what is unsupported where products are rounded as by `published`, or returns None."""
     spec, head_size, which = request.spec, request.q_shape[-1], "with tile_grads=bfloat16"
     if head_size != _LONG_STEPS_OF:
         return f"head size {head_size} {which} (it takes {_LONG_STEPS_OF})"
@@ -214,7 +224,7 @@ def _interprets(spec: Spec) -> bool:
 
 
 def is_available() -> bool:
-    """Whether this JAX has what the kernels are written in."""
+    """Whether this JAX has the Mosaic GPU features that the kernels need."""
     return jax.__version_info__ >= (0, 11)
 
 
@@ -258,7 +268,7 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 
 def keys_per_step(request: Request) -> int:
-    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    """Keys of one online-softmax step: `kv_block`, or the forward tile's `step` if it is None."""
     given = {
         "has_segments": request.has_segments or request.has_lengths,
         "has_sinks": request.has_sinks,
@@ -269,7 +279,7 @@ def keys_per_step(request: Request) -> int:
 
 
 def exponent_of(request: Request) -> str:
-    """How exponents are formed: by one multiply-add, in both passes."""
+    """How exponents are formed: `scale_first`, one multiply-add, unless the call names another."""
     return request.spec.numerics.exponent or "scale_first"
 
 
@@ -280,9 +290,10 @@ def attention(
     extras: Extras,
     spec: Spec,
 ) -> tuple[Array, ...]:
-    """O = softmax(q kᵀ · scale) v [B, T, N, H] and lse [B, T, N], float32.
+    """Returns O = softmax(q kᵀ · scale) v [B, T, N, H] and a float32 lse [B, T, N].
 
-    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    `spec.numerics` names the roundings. With `spec.max_logit` the result also has the largest
+    scores [B, T, N].
     """
     return _attend((q, k, v), extras, spec)
 
@@ -290,12 +301,12 @@ def attention(
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Array, ...]:
-    """The same of q, k and v in one array, read, and its gradient written, in place."""
+    """`attention` of q, k and v in one array. It is read, and its gradient written, in place."""
     return _attend((qkv,), extras, spec)
 
 
 def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, ...]:
-    # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
+    # Importing Mosaic GPU takes a quarter of a second, so only callers of these kernels pay for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 
     read = ("query_lengths", "key_lengths", "query_segments", "key_segments", "sinks")

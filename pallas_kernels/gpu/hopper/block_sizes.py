@@ -1,4 +1,4 @@
-"""Tile sizes of the Hopper kernels: speed only, never what is rounded where."""
+"""Tile sizes of the Hopper kernels. They change speed alone, never what is rounded where."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,50 +11,50 @@ from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, Numerics
 from pallas_kernels.gpu.hopper.tuning import tuned
 
-ROWS = 64  # of a warpgroup's matrix product (WGMMA)
+ROWS = 64  # rows of a warpgroup's matrix product (WGMMA)
 STEPS = (64, 128)
-_FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
+_FEATURES = 128  # the largest head size at which a warpgroup has registers for two sums of 64 rows
 
 BackwardKernel = Literal["query_gradients", "key_gradients"]
 
 
 def is_wide(head_size: int) -> bool:
-    """Whether registers and shared memory of a program have no room for some of what others have.
+    """Whether a program lacks registers and shared memory for what smaller head sizes keep there.
 
-    No warpgroup has two sums then, and O takes no shared memory where it is not needed there.
+    If so, no warpgroup has two sums, and O takes no shared memory where it is not needed there.
     """
     return head_size > _FEATURES
 
 
 def rounds_products(numerics: Numerics) -> bool:
-    """Whether the products of a step of several tiles are rounded, as by `published`."""
+    """Whether the products of a step of several tiles are rounded, as in `published`."""
     return not numerics.tile_grads.is_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardTile:
-    """Tiles of the forward kernel, and how deep it loads ahead.
+    """The tile of the forward kernel, and how far the kernel loads ahead.
 
-    A program owns `warpgroups` tiles of 64 queries and steps over the keys.
+    A program owns `warpgroups` blocks of 64 queries and steps over the keys.
 
     Attributes:
-      warpgroups: consumers, which multiply, 1 to 3; a producer beside them loads.
+      warpgroups: consumer warpgroups, 1 to 3. A producer warpgroup loads for them.
       step: keys of a mainloop step, 64 or 128.
       stages: steps whose k and v are in shared memory at once, at least 1.
-      owned_stages: tiles whose q is, 1 or 2.
-      ping_pong: consumers start their products one after the other.
-      longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
-        has room for, instead of in pairs. Without causality they are equally long, and it says
-        nothing.
-      early_wait: P̄V is waited for after few of a step's exponentials, instead of after all of its
-        softmax.
-      overlap_tiles: the last P̄V of a tile is multiplied during the first softmax of the program's
-        next, instead of before it. O takes shared memory of its own then.
-      halved: in long steps (`rounds_products`) S of a part is multiplied in two halves, the second
-        while the first is looked at.
-      tests_ties: with `row_max=DynamicMax(tolerance=0)` repeated maxima are counted only in steps
-        of which a test says that there may be some, instead of in every step. Where nothing is
-        counted it says nothing.
+      owned_stages: tiles whose q is in shared memory at once, 1 or 2.
+      ping_pong: whether consumers take turns to start their products.
+      longest_first: whether tiles are dealt out the longest first, of as many heads at a time as
+        the L2 cache has room for, instead of in pairs. It has no effect without causality, where
+        all tiles are equally long.
+      early_wait: whether the wait for P̄V comes after a few exponentials of a step, instead of after
+        its whole softmax.
+      overlap_tiles: whether the last P̄V of a tile is multiplied during the first softmax of the
+        program's next tile, instead of before it. O then takes shared memory of its own.
+      halved: whether, in long steps (`rounds_products`), S of a part is multiplied in two halves,
+        the second half while the first is used.
+      tests_ties: whether, with `row_max=DynamicMax(tolerance=0)`, repeated maxima are counted only
+        in steps where a test says that there may be some, instead of in every step. It has no
+        effect where nothing is counted.
 
     Raises:
       ValueError: see `check`.
@@ -76,16 +76,17 @@ class ForwardTile:
 
     @property
     def owned(self) -> int:
-        """Query rows of a program."""
+        """Query rows of a program's tile."""
         return ROWS * self.warpgroups
 
     def check(self, numerics: Numerics | None = None) -> None:
-        """Refuses what the kernel cannot be, alone or, if given, for a call's numerics.
+        """Refuses a tile that the kernel cannot have, at all or for a call's numerics if given.
 
         Raises:
-          ValueError: a size out of range; `overlap_tiles` in one stage of q, in steps that not all
-            warpgroups have alike, with the products of `published` or of O′; `halved` in steps of
-            64 or in others than long steps; long steps that not all warpgroups have alike.
+          ValueError: a size is out of range; `overlap_tiles` with one stage of q, with a step that
+            is not a multiple of the tile's rows, with rounded products or with O′; `halved` with
+            steps of 64, or without long steps; long steps with a step that is not a multiple of the
+            tile's rows.
         """
         _check_sizes(self)
         alike = self.step % self.owned == 0
@@ -111,27 +112,27 @@ class ForwardTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTile:
-    """Tiles of dQ's kernel or of that of dK and dV, and how deep it loads ahead.
+    """The tile of the dQ kernel or of the dK and dV kernel, and how far the kernel loads ahead.
 
-    A program owns `warpgroups` tiles of 64 rows (dQ: queries; dK and dV: keys), or one that they
-    share (`cooperative`), and steps over the other side.
+    A program owns `warpgroups` blocks of 64 rows (dQ: queries; dK and dV: keys), or one block that
+    warpgroups share (`cooperative`), and steps over the other side.
 
     Attributes:
-      warpgroups: consumers, which multiply, 1 to 3; a producer beside them loads.
+      warpgroups: consumer warpgroups, 1 to 3. A producer warpgroup loads for them.
       step: keys (dK and dV: queries) of a mainloop step, 64 or 128.
       stages: steps whose operands are in shared memory at once, at least 1.
-      v_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed for
-        dP alone, early in a step.
-      owned_stages: tiles whose own operands are in shared memory, 1 or 2.
-      ping_pong: consumers start their products one after the other.
-      held: a turn of the ping-pong has the products that end a step and those that begin the next,
-        instead of the latter alone.
-      overlap_steps: the products that end a step start in the same turn as those that begin the
-        next, and before them.
-      longest_first: as of `ForwardTile`.
-      cooperative: two warpgroups share 64 rows, and each has one of two sums: dV and dK, or P k and
-        dQ (`delta` 'normalized' or 'after_cast'). They take no ping-pong, for one has to wait for
-        the other anyway.
+      v_stages: the stages of v in the dQ kernel, if v has fewer than k. v is needed only for dP,
+        early in a step.
+      owned_stages: tiles whose own operands are in shared memory at once, 1 or 2.
+      ping_pong: whether consumers take turns to start their products.
+      held: whether a turn of the ping-pong has the products that end a step and those that begin
+        the next, instead of only those that begin a step.
+      overlap_steps: whether the products that end a step start in the same turn as those that begin
+        the next, and before them.
+      longest_first: see `ForwardTile`.
+      cooperative: whether two warpgroups share 64 rows, and each has one of two sums: dV and dK, or
+        P k and dQ (`delta` 'normalized' or 'after_cast'). They take no ping-pong, because one has
+        to wait for the other anyway.
 
     Raises:
       ValueError: see `check`.
@@ -158,7 +159,7 @@ class BackwardTile:
 
     @property
     def stages_of_v(self) -> int:
-        """Stages of v, of dQ's kernel."""
+        """The stages of v in the dQ kernel."""
         return self.v_stages or self.stages
 
     def check(
@@ -169,20 +170,21 @@ class BackwardTile:
         unordered: bool = False,
         head_size: int | None = None,
     ) -> None:
-        """Refuses what no kernel can be, or, if given, a kernel, or that kernel in a call.
+        """Refuses a tile that no kernel can have, or that the given kernel, or call, cannot have.
 
         Args:
-          kernel: whose tile this is.
+          kernel: the kernel that the tile is for.
           numerics, head_size: of a call.
-          unordered: the kernel of dK and dV sums up dQ, too.
+          unordered: whether the dK and dV kernel also sums dQ.
 
         Raises:
-          ValueError: a size out of range; `held` without `ping_pong` or in one stage;
-            `overlap_steps` with `held`, in one stage, or beside two sums or those of `published`;
-            `cooperative` among other than two warpgroups, in steps of other than 64 rows, with
-            `ping_pong`, with one sum or those of `published`; `v_stages` of dK's and dV's kernel;
-            with `unordered` other than two warpgroups, one stage, `overlap_steps`, `cooperative`,
-            or steps of more blocks of dQ than there are warpgroups.
+          ValueError: a size is out of range; `held` without `ping_pong` or with one stage;
+            `overlap_steps` with `held`, one stage, `cooperative`, a dQ kernel that sums rows, or
+            rounded products; `cooperative` with other than two warpgroups, steps of other than 64
+            rows, `ping_pong`, a dQ kernel that does not sum rows, or a dK and dV kernel with
+            rounded products; `v_stages` for the dK and dV kernel; `unordered` with other than two
+            warpgroups, one stage, `overlap_steps`, `cooperative`, or steps of more blocks of dQ
+            than there are warpgroups.
         """
         _check_sizes(self)
         if self.v_stages is not None and self.v_stages < 1:
@@ -190,8 +192,8 @@ class BackwardTile:
         if self.held and not self.ping_pong:
             raise ValueError("held=True needs ping_pong=True: there is no turn to hold")
         if self.held and self.stages < 2:
-            # Who holds the turn would wait for a step that takes the place of one that another,
-            # who waits for the turn, has not done with.
+            # The holder of the turn would wait for a step whose stage another consumer still uses,
+            # while that consumer waits for the turn.
             raise ValueError(f"held=True takes two stages, got {self}")
         if self.overlap_steps and (self.held or self.stages < 2 or self.cooperative):
             raise ValueError(
@@ -262,17 +264,18 @@ class BlockSizes:
     """The tiles of the three Hopper kernels.
 
     Attributes:
-      forward: O and lse; its `step` is the keys of an online-softmax step.
-      query_gradients: dQ and δ.
-      key_gradients: dK and dV.
-      unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
-        an order that differs from run to run, as the last bits of dQ then do; those of dK and dV do
-        not. `query_gradients` has no kernel then. Not where rows are summed (`delta`), which is
-        known only when all keys of a row have been seen, nor of `matched`.
-      programs: how many run at once, each on its multiprocessor.
-      from_memory: products take P and dS from shared memory instead of registers, one after the
-        other and without ping-pong: for tests. The bits are the same.
-      interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
+      forward: for O and lse. Its `step` is the number of keys of an online-softmax step.
+      query_gradients: for dQ and δ.
+      key_gradients: for dK and dV.
+      unordered: whether the dK and dV kernel also sums dQ, with 5 products for all three gradients
+        instead of 7. The order of the sums, and with it the last bits of dQ, differs from run to
+        run; the bits of dK and dV do not. The dQ kernel does not run then. This is not served for a
+        `delta` that sums rows, which is known only after all keys of a row, nor for `matched`.
+      programs: how many programs run at once, each on its own multiprocessor.
+      from_memory: whether products take P and dS from shared memory instead of registers, one after
+        the other and without ping-pong, for tests. The bits are the same.
+      interpret: whether the kernels run in Pallas' interpreter, on any platform and `from_memory`,
+        for tests.
 
     Raises:
       ValueError: see the tiles' `check`.
@@ -292,7 +295,7 @@ class BlockSizes:
         self.key_gradients.check("key_gradients", unordered=self.unordered)
 
     def check(self, numerics: Numerics, head_size: int) -> None:
-        """Raises ValueError for tiles that a call's kernels do not take."""
+        """Raises ValueError if the kernels of a call do not take these tiles."""
         self.forward.check(numerics)
         if not self.unordered:
             self.query_gradients.check("query_gradients", numerics)
@@ -302,18 +305,18 @@ class BlockSizes:
 
 
 def keeps_auxiliary(numerics: Numerics) -> bool:
-    """Whether δ sees O′, from unrounded P̄, which a second sum beside Ō gives."""
+    """Whether δ sees O′, which a second sum beside Ō gives, from unrounded P̄."""
     return numerics.saved_dtype is not None and numerics.saved_output == "auxiliary"
 
 
-# Query rows from which on a causal call is long. Measured at head size 64: the tiles of long calls
-# take 6 % longer at 1,024 rows, 1 % at 2,048, and 7 % less at 4,096, 14 % at 8,192. At head size
-# 128 they take 8 % less at 8,192.
+# The least number of query rows of a long causal call. Measured at head size 64, the tiles of long
+# calls take 6 % more time at 1,024 rows, 1 % more at 2,048, 7 % less at 4,096 and 14 % less at
+# 8,192. At head size 128 they take 8 % less at 8,192.
 _LONG = 4096
 
 
 def is_long(rows: int, *, is_causal: bool) -> bool:
-    """Whether a call takes the tiles of long ones."""
+    """Whether a call takes the tiles of long calls."""
     return is_causal and rows >= _LONG
 
 
@@ -334,31 +337,30 @@ def default_block_sizes(
     has_sinks: bool = False,
     soft_cap: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, of the table `tuning.toml`, tuned on one NVIDIA H200.
+    """Returns tiles from the table `tuning.toml`, which was tuned on one NVIDIA H200.
 
     Args:
       head_size: 64, 128 or 256.
       kv_block: keys of an online-softmax step, None for the fastest.
-      saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
-      saves_halves: whether it stores what rounding O left, half as much.
-      keeps_auxiliary: whether it sums up Ō′ beside Ō (`saved_output='auxiliary'`), which takes
-        registers.
-      sums_keys: whether dQ's kernel adds up P k beside dQ (`delta` 'normalized' or 'after_cast'),
-        which takes registers.
-      corrects_after_cast: whether that of dK reads λ q beside q and dO (`delta='after_cast'`),
-        which takes memory.
-      long: whether `is_long`.
-      unordered: of `BlockSizes`.
-      rounds_products: whether a step of `kv_block` keys is made of parts, for its products are
-        rounded, as by `published`.
+      saves_float32: whether the forward kernel also stores a float32 O, which takes shared memory.
+      saves_halves: whether it also stores what rounding O left, which takes half as much.
+      keeps_auxiliary: whether it also sums Ō′ (`saved_output='auxiliary'`), which takes registers.
+      sums_keys: whether the dQ kernel also sums P k (`delta` 'normalized' or 'after_cast'), which
+        takes registers.
+      corrects_after_cast: whether the dK and dV kernel also reads λ q (`delta='after_cast'`), which
+        takes shared memory.
+      long: see `is_long`.
+      unordered: see `BlockSizes`.
+      rounds_products: whether a step of `kv_block` keys is made of parts, because its products are
+        rounded, as in `published`.
       counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does.
-      has_segments: whether ids hide keys, those of segments or of lengths.
+      has_segments: whether ids of segments or of lengths hide keys.
       has_sinks: whether rows begin with a sink's m and l.
-      soft_cap: whether scores are capped, whose derivative takes registers.
+      soft_cap: whether scores are capped; the derivative of the cap takes registers.
 
     Raises:
-      ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
-        another head size than 64.
+      ValueError: steps of 128 keys, Ō′ or an unordered dQ at head size 256; rounded products at a
+        head size other than 64; a head size that is not in the table.
     """
     if rounds_products and head_size != ROWS:
         raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
@@ -368,7 +370,7 @@ def default_block_sizes(
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
     elif kv_block == 64 or keeps_auxiliary:
-        long = False  # not measured so
+        long = False  # the tiles of long calls were not measured with these
     call = {
         "head_size": head_size,
         "kv_block": kv_block,
@@ -396,11 +398,11 @@ def default_block_sizes(
 def block_sizes(
     shape: Sequence[int], spec: Spec, *, has_segments: bool = False, has_sinks: bool = False
 ) -> BlockSizes:
-    """The tiles of a call: those that it names, or those of the table.
+    """The tiles that a call names, or else the tiles from the table.
 
     Args:
       shape: of q [B, T, N, H], or of the packed array [B, T, 3, N, H].
-      spec: its static part.
+      spec: the call's static part.
       has_segments, has_sinks: see `default_block_sizes`.
     """
     if spec.block_sizes is None:

@@ -1,13 +1,13 @@
-"""Cross-entropy of rows of bfloat16 logits, and its gradient, each logit read once.
+"""Cross-entropy of rows of bfloat16 logits and its gradient; each logit is read once.
 
 A program is one warpgroup. A row lies in its shared memory, where three passes take its maximum,
-the sum of its exponentials, and write softmax − onehot in place. Pieces of a row leave while later
-ones are computed, and those of the program's next row come in their place. Two programs fit a
+sum its exponentials, and write softmax − onehot in place. Pieces of a row leave while later pieces
+are computed, and pieces of the program's next row take their place. Two programs fit on a
 multiprocessor if a row has at most some 56,000 logits.
 
-The floor on one H200, at 16,384 rows of 50,304 logits: 3.3 GB, 0.77 ms at 4.3 TB/s. The kernel
-takes 0.90 to 1.00 ms, where `pallas_kernels.gpu.cross_entropy` takes 1.13 to 1.15 in the same runs
-(results/training_speed/trainer_kernels_h200.jsonl).
+The lower bound on one H200, at 16,384 rows of 50,304 logits, is 0.77 ms: 3.3 GB at 4.3 TB/s. The
+kernel takes 0.90 to 1.00 ms. `pallas_kernels.gpu.cross_entropy` takes 1.13 to 1.15 ms in the same
+runs (results/training_speed/trainer_kernels_h200.jsonl).
 """
 
 import math
@@ -28,21 +28,22 @@ from pallas_kernels.gpu.hopper.machine.types import Layout, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
 from pallas_kernels.gpu.problem import LOG2E
 
-# The maxima or sums of a row: in the shapes of a step, and of the rest.
+# Partial maxima or sums of a row, in the shape of a step and in the shape of the rest.
 State = tuple[Array, Array]
 Combine = Callable[[Array, Array], Array]
 
-LANES = 128  # columns of a row of the matrix that a row of logits is taken for
+LANES = 128  # columns of the matrix that a row of logits is viewed as
 _STEP = 16  # rows of that matrix that a pass works on at once
-_MOST = 256  # rows of it in a copy
-# Two a multiprocessor: the copies of one run beside the arithmetic of the other. One takes 1.44 ms.
+_MOST = 256  # the most rows of that matrix in a copy
+# Two on a multiprocessor: the copies of one run beside the arithmetic of the other. With one, the
+# kernel takes 1.44 ms.
 _PROGRAMS = 2 * 132
 _MEMORY = 227 * 1024 - 2048
-_BARRIERS = 32  # one a piece; Mosaic GPU has no more together
+_BARRIERS = 32  # one for each piece; Mosaic GPU has no more in all
 
 
 def unsupported(width: int) -> str | None:
-    """What of rows of so many logits the kernel cannot serve, or None."""
+    """Names why the kernel cannot serve rows of `width` logits, or returns None."""
     if width % LANES:
         return f"{width} columns (multiples of {LANES})"
     if 2 * width > _MEMORY:
@@ -61,17 +62,17 @@ def cross_entropy_rows(
     programs: int = _PROGRAMS,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "n"], BFloat16[Array, "n V"]]:
-    """As `pallas_kernels.gpu.cross_entropy.cross_entropy_rows` of bfloat16 logits.
+    """`pallas_kernels.gpu.cross_entropy.cross_entropy_rows` for bfloat16 logits.
 
     Args:
-      logits: rows.
-      targets: columns, below V.
+      logits: the rows.
+      targets: the columns of the targets, below V.
       z_loss: c ≥ 0.
-      programs: how many run at once.
-      interpret: run in the interpreter.
+      programs: how many programs run at once.
+      interpret: whether to run in the interpreter.
 
     Raises:
-      ValueError: rows that `unsupported` names.
+      ValueError: `unsupported` names something.
     """
     n, width = logits.shape
     if reason := unsupported(width):
@@ -112,20 +113,20 @@ class _Cut(NamedTuple):
 
     @property
     def last(self) -> slice | pl.Slice:
-        """What is beyond the last piece."""
+        """The rows of the matrix beyond the last piece."""
         return pl.ds(self.pieces * self.rows, self.rest)
 
     def piece(self, piece: Array | int) -> slice | pl.Slice:
-        """A piece."""
+        """The rows of a piece."""
         return pl.ds(piece * self.rows, self.rows)
 
     def step(self, piece: Array | int, step: Array | int) -> slice | pl.Slice:
-        """A step of a piece."""
+        """The rows of a step of a piece."""
         return pl.ds(piece * self.rows + step * _STEP, _STEP)
 
 
 def _split(width: int) -> _Cut:
-    """A row has at least six pieces, all of them as long, if it has the steps."""
+    """Cuts a row into pieces of equal length: at least six, if it has that many steps."""
     steps, rest = divmod(width // LANES, _STEP)
     counts = [k for k in range(1, _MOST // _STEP + 1) if steps % k == 0 and 6 * k <= steps]
     together = max(counts, default=1)
@@ -138,7 +139,7 @@ class _Memory(NamedTuple):
     Attributes:
       logits, gradient: in global memory, [n, rows, LANES].
       row: [rows, LANES]: logits, then their gradient.
-      there: a barrier for each piece: it has come.
+      there: a barrier for each piece: the piece has come.
       cut: how the row is cut.
     """
 
@@ -154,7 +155,7 @@ class _Memory(NamedTuple):
         plgpu.copy_gmem_to_smem(self.logits.at[i, part], self.row.at[part], self.there.at[piece])
 
     def fetch_rest(self, i: Array) -> None:
-        """The same of what is beyond the last piece."""
+        """Starts the copy of what lies beyond the last piece of the i-th row."""
         last, pieces = self.cut.last, self.cut.pieces
         if self.cut.rest:
             plgpu.copy_gmem_to_smem(
@@ -190,14 +191,14 @@ def _kernel(
 def _do_row(
     i: Array, after: Array, targets: Ref, losses: Ref, memory: _Memory, z_loss: float
 ) -> None:
-    """The i-th row; fetches the program's next, `after`."""
+    """Computes the i-th row, and fetches the program's next row, `after`."""
     logits, row, cut = memory.logits, memory.row, memory.cut
-    # In bfloat16: a maximum rounds nothing, and takes half the registers.
+    # In bfloat16, because a maximum rounds nothing and then takes half the registers.
     maxima = _over(jnp.maximum, _states(-math.inf, logits.dtype, cut), memory, wait=True)
     m = jnp.maximum(*(jnp.max(x).astype(jnp.float32) for x in maxima))
     target = targets[i]
     down, across = lax.div(target, jnp.int32(LANES)), lax.rem(target, jnp.int32(LANES))
-    # Here: the sums below wait for all warps, one of which will write softmax in its place.
+    # Read before the sums below, which wait for all warps. After them a warp writes softmax there.
     of_target = row[down, across].astype(jnp.float32)
 
     def add(total: Array, x: Array) -> Array:
@@ -228,7 +229,7 @@ def _do_row(
 
 
 def _over(combine: Combine, state: State, memory: _Memory, *, wait: bool = False) -> State:
-    """Combines all of the row, in the shapes of a step and of the rest."""
+    """Combines all of the row, into the shape of a step and the shape of the rest."""
     row, there, cut = memory.row, memory.there, memory.cut
 
     def add(piece: Array, state: State) -> State:
@@ -262,13 +263,13 @@ def _write(
     after: Array,
     memory: _Memory,
 ) -> None:
-    """Writes softmax in place, piece by piece, which leave; the row `after` comes in their place.
+    """Writes softmax in place piece by piece. Pieces leave, and the row `after` takes their place.
 
     Args:
-      softmax: of some logits.
-      leave: stores a part of the row, from its first row on, so many.
+      softmax: computes the softmax of some logits.
+      leave: stores a part of the row: its first row of the matrix, how many, and their slice.
       after: the program's next row.
-      memory: of the row.
+      memory: the memory of the row.
     """
     row, cut, n = memory.row, memory.cut, memory.logits.shape[0]
 
@@ -279,7 +280,7 @@ def _write(
 
         lax.fori_loop(0, cut.together, step, None)
         leave(piece * cut.rows, cut.rows, cut.piece(piece))
-        # All pieces but this one have left: the next row's takes the place of the one before.
+        # All pieces but this one have left, so a piece of the next row replaces the one before.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         pl.when((piece > 0) & (after < n))(lambda: memory.fetch(after, piece - 1))
 
@@ -300,7 +301,7 @@ def _write(
 
 
 def _layout(rows: int) -> Layout:
-    """Neighbouring columns in a thread, as many as are loaded at once."""
+    """The layout in which a thread has as many neighbouring columns as are loaded at once."""
     return plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=math.gcd(rows, 8))
 
 

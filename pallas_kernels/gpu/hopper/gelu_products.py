@@ -1,22 +1,25 @@
-"""The products of an MLP beside its activation, with GELU or its gradient in them.
+"""The products on both sides of an MLP's activation, fused with GELU or with its gradient.
 
-`product_and_gelu` is x w and GELU of it; `gelu_gradient_of_product` is the gradient of x w from
-that of its GELU, which is a product itself. Apart, the passes over memory of GELU and of its
-gradient take half as long again as such a product. Here two warpgroups of a program multiply, 64
-rows each. They leave the rounded sums of a tile in shared memory and go on with the next one;
-meanwhile two epilogue warpgroups do the arithmetic and store. The fifth, the producer, loads.
+`product_and_gelu` computes x w and its GELU. `gelu_gradient_of_product` computes the gradient of
+x w from the gradient of its GELU, which is itself a product. A separate pass over memory, for GELU
+or for its gradient, would add about half the time of such a product. Here two warpgroups of a
+program multiply, 64 rows each. They leave the rounded sums of a tile in shared memory and go on
+with the next tile. Meanwhile two epilogue warpgroups do the arithmetic and store. The fifth
+warpgroup, the producer, loads.
 
 Two programs of a cluster own neighbouring rows and the same columns. Each loads half of their part
 of w, and the copy engine hands it to both.
 
-The floors on one H200, at 65,536 rows of 768 and 3,072 columns: 309 GFLOP, 0.39 ms at 790 TFLOP/s;
-0.91 GB, 0.21 ms at 4.3 TB/s. Programs fetch 2.4 GB, nearly all from the L2 cache. The first kernel
-takes 0.55 ms and the second 0.64, where XLA's product alone takes 0.45 and a product and a pass of
-GELU's gradient 0.74 (results/training_speed/trainer_kernels_h200.jsonl, run 4, with a fetch of x
-that is gone, for it gained nothing). What was slower, in the same record: the arithmetic by the
-warpgroups that multiply, whose registers then spill (0.65 to 0.75 ms); all columns of a program's
-rows one after the other, since what is written drives x out of the L2 cache (0.71 to 0.79); 128
-columns a program (5 to 7 %); no clusters (0.58 and 0.65).
+The lower bounds on one H200, at 65,536 rows of 768 and 3,072 columns, are 0.39 ms for 309 GFLOP at
+790 TFLOP/s, and 0.21 ms for 0.91 GB at 4.3 TB/s. Programs fetch 2.4 GB, nearly all from the L2
+cache. The first kernel takes 0.55 ms and the second 0.64 ms. XLA's product alone takes 0.45 ms, and
+a product with a pass for GELU's gradient takes 0.74 ms (run 4 of
+results/training_speed/trainer_kernels_h200.jsonl, which had a fetch of x that was later removed
+because it gained nothing).
+
+Slower in the same record: arithmetic by the warpgroups that multiply, whose registers then spill
+(0.65 to 0.75 ms); all columns of a program's rows one after the other, because stores drive x out
+of the L2 cache (0.71 to 0.79 ms); 128 columns a program (5 to 7 %); no clusters (0.58 and 0.65 ms).
 """
 
 import dataclasses
@@ -41,23 +44,23 @@ from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 ROWS = 64  # of a warpgroup
 DEPTH = 64  # of a step
 COLUMNS = 256  # of a program
-PIECE = 64  # of them, that are loaded of h, or leave, at a time
+PIECE = 64  # columns of h that are loaded at a time, or of a result that leave at a time
 PIECES = COLUMNS // PIECE
-# Columns of one instruction: for 256 the assembler wants more registers than warpgroups begin with.
+# Columns of one instruction. For 256 the assembler wants more registers than warpgroups begin with.
 PRODUCT = 128
-CONSUMERS = 2  # warpgroups that multiply; as many have the epilogue of what those multiplied
-# Registers per thread of a consumer, an epilogue and the producer warpgroup. All begin with 96,
-# and one that wants more waits until others have given theirs back: together at most 5 × 96.
+CONSUMERS = 2  # warpgroups that multiply; each has an epilogue warpgroup for its sums
+# Registers per thread of a consumer, an epilogue and the producer warpgroup. All begin with 96. A
+# warpgroup that wants more waits until others have given registers back: together at most 5 × 96.
 CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 160, 64, 24
 _PAIR = "pair"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Speed alone.
+    """The tile of a kernel, which changes speed alone.
 
     Attributes:
-      stages: steps of x and w that are on their way.
+      stages: steps of x and w in shared memory at once.
       together: programs that share their part of w, 1 or 2.
       programs: how many run at once, each on its multiprocessor.
     """
@@ -68,12 +71,12 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Of the programs of a cluster."""
+        """The rows of all programs of a cluster."""
         return self.together * CONSUMERS * ROWS
 
 
 def unsupported(rows: int, depth: int, columns: int) -> str | None:
-    """What of a product [rows, depth] [depth, columns] the kernels cannot serve, or None."""
+    """Names what of a product [rows, depth] [depth, columns] is not served, or returns None."""
     if not rows or rows % 8:
         return f"{rows} rows (multiples of 8)"
     if columns % COLUMNS:
@@ -90,10 +93,10 @@ def product_and_gelu(
     tile: Tile = Tile(),
     interpret: bool = False,
 ) -> tuple[BFloat16[Array, "n f"], BFloat16[Array, "n f"]]:
-    """h = x w, rounded, and GELU of the rounded h.
+    """Returns h = x w, rounded, and GELU of the rounded h.
 
     Raises:
-      ValueError: a product that `unsupported` names.
+      ValueError: `unsupported` names something.
     """
     out = (jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),) * 2
     h, y = _call(x, w, None, out, tile, name="product_and_gelu", interpret=interpret)
@@ -108,10 +111,10 @@ def gelu_gradient_of_product(
     tile: Tile = Tile(),
     interpret: bool = False,
 ) -> BFloat16[Array, "n f"]:
-    """(d_y wᵀ, rounded) ∘ GELU′(h), rounded.
+    """Returns (d_y wᵀ, rounded) ∘ GELU′(h), rounded.
 
     Raises:
-      ValueError: a product that `unsupported` names.
+      ValueError: `unsupported` names something.
     """
     out = (jax.ShapeDtypeStruct(h.shape, h.dtype),)
     return _call(d_y, w, h, out, tile, name="gelu_gradient_of_product", interpret=interpret)[0]
@@ -121,10 +124,12 @@ class _Memory(NamedTuple):
     """Shared memory.
 
     Attributes:
-      steps: a pipeline of x and w.
-      sums: of the tile that was multiplied last, rounded, by warpgroup and piece.
-      there, taken: barriers of each warpgroup's sums: they are; they are needed no more.
-      of_h: a piece of h of each warpgroup, and barriers: it is there. None if it is not given.
+      steps: the pipeline of x and w.
+      sums: the rounded sums of the tile that was multiplied last, by warpgroup and piece.
+      there: a barrier for each warpgroup: its sums are there.
+      taken: a barrier for each warpgroup: its sums are no longer needed.
+      of_h: a piece of h for each warpgroup, and a barrier for each: the piece is there. None if h
+        is not given.
     """
 
     steps: Pipeline
@@ -201,7 +206,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What a program does, in each of its roles. `h` is given where its gradient is asked for."""
+    """What a program does in each of its roles. `h` is given if its gradient is asked for."""
 
     x: Ref
     w: Ref
@@ -223,8 +228,11 @@ class _Program:
         return lax.div(left, jnp.int32(self.clusters))
 
     def _place(self, u: Array) -> tuple[Array, Array]:
-        """First row and column of the u-th tile. All columns of some rows are multiplied at a time:
-        in turn, by one program, their x would have left the cache in between."""
+        """The first row and column of the u-th tile.
+
+        All columns of some rows are multiplied at the same time, by several programs. If one
+        program took them in turn, their x would leave the cache in between.
+        """
         index = lax.axis_index("program") + u * self.clusters
         across = jnp.int32(self.out[0].shape[1] // COLUMNS)
         row = lax.div(index, across) * self.tile.rows + lax.axis_index(_PAIR) * (CONSUMERS * ROWS)
@@ -236,7 +244,7 @@ class _Program:
         return ref.at[pl.ds(row + worker * ROWS, ROWS), pl.ds(column + piece * PIECE, PIECE)]
 
     def produce(self) -> None:
-        """x and w of every step. h is fetched to the cache: it is wanted a tile later."""
+        """Loads x and w of every step. Fetches h to the L2 cache, since it is read a tile later."""
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         tiles, steps, pipeline = self._own_tiles(), self._steps, self.shared.steps
 
@@ -262,18 +270,18 @@ class _Program:
         pipeline.producer_tail(tiles * steps)
 
     def consume(self, me: Array) -> None:
-        """The sums of 64 rows of every tile."""
+        """Computes the sums of 64 rows of every tile."""
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
         def consume_tile(u: Array, _: None) -> None:
             totals = (accumulator(ROWS, PRODUCT),) * (COLUMNS // PRODUCT)
-            # Meanwhile the epilogue of the tile before runs: its memory is waited for below.
+            # Meanwhile the epilogue of the tile before runs; the wait for its memory comes below.
             rounded = pl.run_scoped(partial(self._sums, u, me), *totals)
             pl.when(u > 0)(lambda: plgpu.barrier_wait(self.shared.taken.at[me]))
             for piece in range(PIECES):
                 part, first = divmod(piece * PIECE, PRODUCT)
                 self.shared.sums[me, piece] = rounded[part][:, first : first + PIECE]
-            # h leaves as it lies, by the copy engine, which is to see what threads have written.
+            # The copy engine stores h as it lies here, so it has to see what threads have written.
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.shared.there.at[me])
 
@@ -281,7 +289,7 @@ class _Program:
         plgpu.barrier_wait(self.shared.taken.at[me])
 
     def _sums(self, u: Array, me: Array, *totals: Accumulator) -> list[Array]:
-        """Of the u-th tile, rounded."""
+        """Returns the sums of the u-th tile, rounded."""
         steps = self.shared.steps
 
         def multiply_step(k: Array, _: None) -> None:
@@ -299,7 +307,7 @@ class _Program:
         return [x.astype(self.x.dtype) for x in sums]
 
     def epilogue(self, me: Array) -> None:
-        """The arithmetic of the sums that the me-th warpgroup has multiplied, and the stores."""
+        """Does the arithmetic on the sums of the me-th consumer, and stores the results."""
         plgpu.set_max_registers(EPILOGUE_REGISTERS, action="decrease")
         of_piece = self._value if self.h is None else self._gradient
         tiles = self._own_tiles()

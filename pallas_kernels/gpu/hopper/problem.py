@@ -32,19 +32,21 @@ from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, Stat
 
 LOG2E = math.log2(math.e)
 
-# Bytes of what programs walk over at a time if the longest tiles come first: it stays in the L2
-# cache, of 50 MiB, beside what else goes through it.
+# Bytes that programs walk over at a time if the longest tiles come first. They stay in the L2 cache
+# of 50 MiB, beside everything else that passes through it.
 _WALKED_AT_A_TIME = 32 * 2**20
 
 
 class KeySteps(NamedTuple):
-    """The key steps that 64 query rows visit, counted from the first of their program's tile.
+    """The key steps that 64 query rows visit.
+
+    `full`, `end` and `clear` count from the first step of the program's tile.
 
     Attributes:
-      full: steps from it on take a mask.
-      end: how many there are.
-      begin: the first step, where not all tiles begin with step 0.
-      clear: steps before it take a mask too, where there are any.
+      full: steps from this one on need a mask.
+      end: the number of steps.
+      begin: the tile's first step, among all steps of the keys; None if tiles begin with step 0.
+      clear: steps before this one need a mask too; None if there are none.
     """
 
     full: Array
@@ -53,11 +55,11 @@ class KeySteps(NamedTuple):
     clear: Array | None = None
 
     def of(self, t: Array) -> Array:
-        """The t-th one, among all steps of the keys."""
+        """The index of the t-th step among all steps of the keys."""
         return t if self.begin is None else self.begin + t
 
     def takes_mask(self, t: Array) -> Array:
-        """Whether the rows do not see all keys of the t-th one."""
+        """Whether step t needs a mask, because some row may not see all of its keys."""
         beyond = t >= self.full
         return beyond if self.clear is None else beyond | (t < self.clear)
 
@@ -69,8 +71,8 @@ class Problem:
     Attributes:
       spec: the call's static part.
       batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
-      dtype: of q, k, v, dO and the gradients.
-      packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
+      dtype: the dtype of q, k, v, dO and the gradients.
+      packed: whether q, k and v, and so their gradients, are planes of one array [B, T, 3, N, H].
       sizes: the tiles.
       has_segments: whether ids hide keys, see `segments`.
     """
@@ -91,10 +93,10 @@ class Problem:
     def of(
         cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes, *, has_segments: bool = False
     ) -> "Problem":
-        """The problem of a call with these arrays; q and k may be the packed one.
+        """The problem of a call with these arrays; q and k may both be the packed array.
 
         Raises:
-          ValueError: tiles that the call does not take, see their `check`.
+          ValueError: the tiles do not fit the call, see `BlockSizes.check`.
         """
         sizes.check(spec.numerics, q.shape[-1])
         return cls(
@@ -118,21 +120,21 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """What scores and m count in: the scale of q·k, or the cap of tanh(S / cap)."""
+        """The unit of scores and m: the scale of q·k, or the cap if scores are capped."""
         return self.spec.scale if self.spec.soft_cap is None else self.spec.soft_cap
 
     @property
     def log2_unit(self) -> float:
-        """exp(S) is 2 to the power of a score times this."""
+        """`unit` · log₂(e): exp(S) is 2 to the power of this times the score in `unit`."""
         return self.unit * LOG2E
 
     @property
     def computes_places(self) -> bool:
-        """Whether the kernel of dK and dV has no registers for places of scores in them."""
+        """Whether the dK and dV kernel lacks registers to keep the indices of scores in."""
         return self.has_segments or self.spec.soft_cap is not None
 
     def capped(self, products: Array) -> Array:
-        """Scores of q·k: tanh(scale · q·k / cap), or as they are."""
+        """Returns scores in `unit`: tanh(scale · q·k / cap), or q·k itself without a cap."""
         if self.spec.soft_cap is None:
             return products
         factor = self.spec.scale / self.spec.soft_cap
@@ -140,80 +142,83 @@ class Problem:
 
     @property
     def scales_last(self) -> bool:
-        """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS."""
+        """Whether dQ and dK are scaled once summed: a power of two commutes with rounding dS."""
         return self.spec.scale_is_power_of_two
 
     @property
     def vector_rows(self) -> int:
-        """T of the kernels' own vectors [B, N, T]: whole steps, so that none ends within one.
+        """The length T of the kernels' own vectors [B, N, T]: `rows` rounded up to whole steps.
 
-        What is beyond the last row is that of a row of zeros: finite, where the next head's numbers
-        would make P infinite, which no zero of dO takes back.
+        So no vector ends within a step. Entries beyond the last row are those of a row of zeros,
+        hence finite. Without them a step would read numbers of the next head, which could make P
+        infinite, and zeros of dO do not cancel an infinite P.
         """
         return -(-self.rows // max(STEPS)) * max(STEPS)
 
     @property
     def normalizes_delta(self) -> bool:
-        """Whether δ = Σ P dP / Σ P of the backward pass itself."""
+        """Whether δ is Σ P dP / Σ P, from the P and dP of the backward pass itself."""
         return self.spec.numerics.delta == "normalized"
 
     @property
     def corrects_after_cast(self) -> bool:
-        """Whether dQ and dK are corrected by λ = Σ dS / Σ P of the rounded dS and P."""
+        """Whether dQ and dK are corrected by λ = Σ dS / Σ P, from the rounded dS and P."""
         return self.spec.numerics.delta == "after_cast"
 
     @property
     def sums_rows(self) -> bool:
-        """Whether Σ dS, Σ P and Σ P k are summed beside dQ."""
+        """Whether the dQ kernel also sums dS, P and P k over the keys."""
         return self.spec.numerics.delta in SUMS_ROWS
 
     @property
     def whole_max(self) -> bool:
-        """Whether P̄ is formed against a whole number in base 2: `powers`."""
+        """Whether P̄ is formed against a maximum that is a whole number in base 2, see `powers`."""
         return self.spec.numerics.exponent == "whole_max"
 
     @property
     def saves_inverse_l(self) -> bool:
-        """Whether P is P̄ times 1 / l, which is saved beside what P̄ is formed against."""
+        """Whether the backward pass forms P as P̄ times 1 / l, from a saved m and 1 / l."""
         return self.spec.numerics.statistics == "m_and_l"
 
     @property
     def sums_rounded_probs(self) -> bool:
-        """Whether l adds P̄ as rounded."""
+        """Whether l sums P̄ after its rounding."""
         return self.spec.numerics.row_sum == "rounded"
 
     @property
     def rounds_recomputed_probs(self) -> bool:
-        """Whether P̄ of the backward pass is rounded, as that of the forward pass."""
+        """Whether the backward pass rounds its recomputed P̄, as the forward pass rounds P̄."""
         return self.spec.numerics.recomputed_probs == "rounded"
 
     @property
     def saves_halves(self) -> bool:
-        """Whether δ sees O and, beside it, what its rounding left."""
+        """Whether δ sees both halves of O: the rounded O and what its rounding left."""
         return self.spec.numerics.saved_output == "halves"
 
     @property
     def sums_queries(self) -> bool:
-        """Whether dQ is summed by the kernel of dK and dV."""
+        """Whether the dK and dV kernel also sums dQ."""
         return self.sizes.unordered
 
     @property
     def keeps_auxiliary(self) -> bool:
-        """Whether δ sees O′, from unrounded P̄."""
+        """Whether δ sees O′, the output of an unrounded P̄."""
         return keeps_auxiliary(self.spec.numerics)
 
     @property
     def rounds_products(self) -> bool:
-        """Whether S, P̄V of a step, the last l, dP and the products of a tile are rounded to `dtype`
-        too, as by `published`; see `long_steps`."""
+        """Whether products are rounded to `dtype` too, as by `published`; see `long_steps`.
+
+        These are S, P̄V of a step, the last l, dP and the products of a tile.
+        """
         return rounds_products(self.spec.numerics)
 
     def rounded(self, x: Array) -> Array:
-        """x as it is rounded where `rounds_products`, float32; elsewhere x itself."""
+        """Returns x rounded to `dtype`, as float32, if `rounds_products`; otherwise x itself."""
         return extended(x.astype(self.dtype)) if self.rounds_products else x
 
     def _parts(self, step: int) -> int:
-        """Mainloop steps, of so many keys or queries, that are one of those that round."""
+        """How many mainloop steps, of `step` keys or queries each, make one long step."""
         of_softmax = self.spec.numerics.kv_block
         assert isinstance(of_softmax, int)  # `unsupported` declines any other
         return of_softmax // step
@@ -221,38 +226,44 @@ class Problem:
     def long_steps(
         self, step: int, end: Array, begin: Array | None = None
     ) -> tuple[Array | int, Array]:
-        """(first, last): those first ... last − 1 have the mainloop's begin ... end − 1."""
+        """(first, last): long steps first ... last − 1 hold mainloop steps begin ... end − 1."""
         parts = jnp.int32(self._parts(step))
         return 0 if begin is None else lax.div(begin, parts), lax.div(end + (parts - 1), parts)
 
     def parts_of_long_step(
         self, i: Array, step: int, end: Array, begin: Array | None = None
     ) -> tuple[Array, Array]:
-        """(first, last): of mainloop steps begin ... end − 1 the i-th has first ... last − 1."""
+        """(first, last): the i-th long step consists of the mainloop steps first ... last − 1.
+
+        Only steps among begin ... end − 1 count.
+        """
         parts = self._parts(step)
         first = i * parts if begin is None else jnp.maximum(i * parts, begin)
         return first, jnp.minimum((i + 1) * parts, end)
 
     @property
     def is_wide(self) -> bool:
-        """Of `block_sizes`: here the O that δ sees goes straight to registers, and in float32
-        straight from them."""
+        """See `block_sizes.is_wide`.
+
+        If so, δ loads O from global memory straight to registers, and an O that is saved for δ
+        alone is stored straight from registers.
+        """
         return is_wide(self.head_size)
 
     def part(
         self, ref: Ref, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
     ) -> Ref:
-        """`size` rows of one head of q (plane 0), k (1), v (2), or of an array like one of them."""
+        """`size` rows of one head of an array; `plane` picks q (0), k (1) or v (2) if packed."""
         rows = pl.ds(start, size)
         if len(ref.shape) == 5:
             return ref.at[batch, rows, plane, head]
         return ref.at[batch, rows, head]
 
     def store_rows(self, row: Array, copies: Sequence[tuple[Ref, Ref]]) -> None:
-        """Starts copies of vectors, of the query rows from `row` on, to global memory.
+        """Starts copies of vectors to global memory, for the query rows from `row` on.
 
-        A warpgroup beyond `vector_rows` stores none: unlike a copy of matrices, that of a vector
-        does not stop at the end of the array's rows but goes on into those of the next head.
+        A warpgroup beyond `vector_rows` stores nothing. A copy of a matrix stops at the end of the
+        array's rows, but a copy of a vector would go on into the rows of the next head.
         """
 
         def start() -> None:
@@ -262,9 +273,10 @@ class Problem:
         pl.when(row < self.vector_rows)(start)
 
     def store_from_registers(self, row: Array, x: Array, part: Ref, *, end: int) -> None:
-        """Stores numbers of the rows from `row` on where shared memory has no room for them.
+        """Stores x straight from registers, for the rows from `row` on.
 
-        Rows from `end` on, which no copy would store, are left out.
+        It is used where shared memory has no room for x. Nothing is stored if `row` is `end` or
+        beyond, since no copy would store those rows either.
         """
 
         def store() -> None:
@@ -273,29 +285,32 @@ class Problem:
         pl.when(row < end)(store)
 
     def by_query(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
-        """Query tiles, all heads."""
+        """The scheduler of the query tiles of all heads."""
         tiles, walked = self.query_tiles(tile), self.keys / self.group
         return self._scheduler(tile, tiles, self.heads, walked, longest_last=True)
 
     def by_key(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
-        """Key tiles, all key heads."""
+        """The scheduler of the key tiles of all key heads."""
         tiles = self.key_tiles(tile)
         return self._scheduler(tile, tiles, self.kv_heads, self.rows * self.group)
 
     def query_tiles(self, tile: Tile) -> int:
-        """Query tiles of a head."""
+        """The number of query tiles of a head."""
         return -(-self.vector_rows // tile.owned)
 
     def key_tiles(self, tile: Tile) -> int:
-        """Key tiles of a head."""
+        """The number of key tiles of a head."""
         return -(-self.keys // tile.owned)
 
     def _scheduler(
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
     ) -> StaticScheduler | LongestFirstScheduler:
-        """walked: rows, of two arrays, that a head's tiles walk over."""
-        # As FlashAttention-3's LPT scheduler: not all heads at once, or their keys would drive each
-        # other out of the L2 cache.
+        """The scheduler that `tile` asks for.
+
+        walked: how many rows of each of two arrays a head's tiles walk over.
+        """
+        # As in FlashAttention-3's LPT scheduler, not all heads are worked on at once: their keys
+        # would evict each other from the L2 cache.
         if tile.longest_first and self.spec.is_causal:
             size = 2 * walked * self.head_size * self.dtype.itemsize
             return LongestFirstScheduler(
@@ -316,9 +331,11 @@ class Problem:
         )
 
     def key_steps(self, first: Array, size: int, step: int) -> tuple[Array, Array]:
-        """(full, end) for the rows first ... first + size − 1: they see the keys of steps before
-        `end`, all of them before `full`."""
-        # Not constants: Mosaic GPU's loops take none that JAX has made literals of.
+        """(full, end): the rows first ... first + size − 1 see keys in the steps before `end`.
+
+        They see all keys of the steps before `full`. Windows and ids are not considered.
+        """
+        # Not constants: Mosaic GPU's loops do not take bounds that JAX has made literals.
         full, end = (first * 0 + n for n in (self.keys // step, -(-self.keys // step)))
         if self.spec.is_causal:
             full = jnp.minimum(full, lax.div(first + 1, jnp.int32(step)))
@@ -328,7 +345,10 @@ class Problem:
     def program_steps(
         self, start: Array, batch: Array, tile: Tile, segments: Segments | None
     ) -> tuple[Array | None, Array]:
-        """(begin, length): the key steps that a program visits for the rows from `start` on."""
+        """(begin, length): the key steps that a program visits for the rows from `start` on.
+
+        `begin` is None if every tile begins with step 0.
+        """
         _, end = self.key_steps(start, tile.owned, tile.step)
         if not self.hides_steps:
             return None, end
@@ -336,7 +356,7 @@ class Problem:
         if self.spec.window is not None:
             left, right = self.spec.window
             step, steps = jnp.int32(tile.step), -(-self.keys // tile.step)
-            # Rows that lie beyond all keys that they could see take the last step.
+            # Rows that lie beyond all keys of their window take the last step.
             begin = jnp.minimum(lax.div(jnp.maximum(start - left, 0), step), steps - 1)
             if not self.spec.is_causal:
                 reach = start + (tile.owned + right + tile.step - 1)
@@ -344,7 +364,7 @@ class Problem:
         if segments is not None:
             first, last = segments.visited(batch, start)
             begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
-        # One step there is always, for the mainloop begins with it.
+        # There is always a step, because the mainloop begins with one unconditionally.
         return begin, jnp.maximum(end - begin, 1)
 
     def consumer_steps(
@@ -355,7 +375,10 @@ class Problem:
         segments: Segments | None,
         program: tuple[Array | None, Array] | None = None,
     ) -> KeySteps:
-        """Those of 64 rows; program: its `program_steps`, None where it has no more rows."""
+        """The key steps of the 64 rows from `row` on.
+
+        program: the program's `program_steps`, or None if it owns only these rows.
+        """
         full, end = self.key_steps(row, ROWS, tile.step)
         if not self.hides_steps:
             return KeySteps(full, end)
@@ -369,7 +392,7 @@ class Problem:
             step = jnp.int32(tile.step)
             if not self.spec.is_causal:
                 full = jnp.minimum(full, lax.div(row + (right + 1), step))
-            # The last row is the first that does not see a key on the left.
+            # Of the 64 rows, the last is the first from which the window hides a key on the left.
             clear = lax.div(jnp.maximum(row + (ROWS - 1 - left), 0) + (tile.step - 1), step)
         if segments is not None:
             alike, differs = segments.alike(batch, row)
@@ -379,7 +402,7 @@ class Problem:
     def query_steps(
         self, first: Array, batch: Array, tile: Tile, segments: Segments | None
     ) -> tuple[Array, Array]:
-        """(begin, end): a program's keys, from `first` on, are seen by queries of these steps."""
+        """(begin, end): the query steps whose rows see a program's keys, which begin at `first`."""
         begin, end = self._query_steps(first, tile)
         if segments is not None:
             of_ids = segments.visited(batch, first)
@@ -402,8 +425,11 @@ class Problem:
         return jnp.minimum(lax.div(first, jnp.int32(step)), end), end
 
     def hides_from_queries(self, key: Array, row: Array, step: int) -> Array | None:
-        """Whether some of 64 keys are hidden from some of the rows row ... row + step − 1; None:
-        what pads the last tiles alone, which is zero, or not stored."""
+        """Whether one of the rows row ... row + step − 1 does not see one of the 64 keys at `key`.
+
+        None if only the padding of the last tiles could be hidden. That needs no mask: its rows
+        are zero, and the gradients of its keys are not stored.
+        """
         if self.spec.window is None:
             return key + (ROWS - 1) > row if self.spec.is_causal else None
         left, right = self.spec.window
@@ -418,24 +444,24 @@ class Problem:
         masked: Array | float = MASKED,
         alike: Array | None = None,
     ) -> Array:
-        """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see.
+        """Scores [queries, keys] of the tile at (row, key), set to `masked` for hidden keys.
 
-        alike: which pairs have one id, where there are any.
+        alike: which pairs share an id, if ids hide keys.
         """
-        # By global indices, not by the diagonal of a tile: tiles need not be square.
+        # By global indices rather than the diagonal of a tile, since tiles need not be square.
         rows, keys = rows_and_columns(s.shape, row, key)
         return self._masked(s, rows, keys, masked, alike)
 
     def mask_queries(self, s: Array, key: Array, row: Array, alike: Array | None = None) -> Array:
-        """Scores [keys, queries] of the tile at (key, row), MASKED where a row does not see."""
+        """Scores [keys, queries] of the tile at (key, row), set to MASKED for hidden keys."""
         keys, rows = rows_and_columns(s.shape, key, row)
         return self._masked(s, rows, keys, MASKED, alike)
 
     def _masked(
         self, s: Array, rows: Array, keys: Array, masked: Array | float, alike: Array | None
     ) -> Array:
-        # Without causality only what pads the last keys is masked: k's rows of zeros score 0, not
-        # −inf.
+        # Without causality only the padding of the last keys is masked: its rows of k are zero, so
+        # they score 0 instead of −inf.
         seen = rows >= keys if self.spec.is_causal else keys < self.keys
         if self.spec.is_causal and self.keys < self.rows:
             seen = seen & (keys < self.keys)
@@ -449,10 +475,10 @@ class Problem:
         return jnp.where(seen, s, masked)
 
     def masks_steps(self, step: int) -> bool:
-        """Whether some visited step of so many keys is not seen in full."""
+        """Whether a row may visit a step of `step` keys and not see all of them."""
         return self.spec.is_causal or self.keys % step != 0 or self.hides_steps
 
     @property
     def hides_steps(self) -> bool:
-        """Whether a row may see no key of its first step: m is then MASKED for a while."""
+        """Whether a row may see no key of its first step, so that m stays MASKED for a while."""
         return self.spec.window is not None or self.has_segments

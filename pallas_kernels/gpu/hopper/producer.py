@@ -1,7 +1,7 @@
 """The producer warpgroup of every attention kernel: it loads, and does nothing else.
 
-It goes through the tiles of its program in the consumers' order and fills the pipelines, by the
-copy engine (TMA), as far ahead as they have stages.
+It goes through the tiles of its program in the order of the consumers. By the copy engine (TMA) it
+fills the pipelines as far ahead as they have stages.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class LoadedKeys(NamedTuple):
-    """The keys and values, or the packed array; `segments`, where ids hide keys."""
+    """k and v, or the packed array in the place of each; `segments`, if ids hide keys."""
 
     k: Ref
     v: Ref
@@ -48,21 +48,21 @@ def load_query_tiles(
     most: bool = False,
     keys_twice: bool = False,
 ) -> None:
-    """All tiles of a program that owns queries, and the keys that they see.
+    """Loads all tiles of a program that owns queries, and the keys that they see.
 
     Args:
-      rows: arrays whose rows belong to the queries, q first; one buffer of their pipeline each.
+      rows: arrays with a row for every query, q first. Each has one buffer of their pipeline.
       keys: k, v, and the ids of keys, which come with k.
-      pipelines: of the rows, of k and of v.
-      problem, tile: of the kernel.
+      pipelines: the pipelines of the rows, of k and of v.
+      problem, tile: the kernel's problem and tile.
       most: see `set_registers`.
-      keys_twice: k comes twice in each of `forward.long_steps`.
+      keys_twice: whether k comes twice in each long step, see `forward.long_steps`.
     """
     set_registers(tile.warpgroups, producer=True, most=most)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     of_rows, of_k, of_v = pipelines
 
-    # No loop waits for the consumers but in `producer_load`, when all stages are full.
+    # These loops wait for the consumers only in `producer_load`, when all stages are full.
     def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, steps = done
         work = scheduler.work_tile(program, u)
@@ -76,10 +76,10 @@ def load_query_tiles(
                     copies.append((problem.part(ref, *place), buffer, (w,)))
             of_rows.producer_load(tiles, *copies)
 
-        # The q of the next tile comes while this one's steps are still multiplied, if there is a
-        # second stage of it.
+        # If q has a second stage, the next tile's q is loaded while the consumers still multiply
+        # the steps of this tile.
         pl.when(work.is_valid)(load_rows)
-        # Up to the last step that any consumer's rows see.
+        # Keys are loaded up to the last step that any consumer's rows see.
         begin, end = problem.program_steps(start, work.batch, tile, keys.segments)
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
@@ -101,7 +101,7 @@ def load_query_tiles(
             return n + 1
 
         def load_long_step(i: Array, _: None) -> None:
-            """k of all parts, for their maximum, then k and v of all parts."""
+            """Loads k of all parts, for their maximum, and then k and v of all parts."""
             first, last = problem.parts_of_long_step(i, tile.step, end)
             n = 2 * (steps + first)
 
@@ -131,7 +131,7 @@ def load_query_tiles(
 
 
 def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: BackwardTile) -> None:
-    """All tiles of a program that owns keys, and the queries that see them."""
+    """Loads all tiles of a program that owns keys, and the queries that see them."""
     set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
     program, scheduler = lax.axis_index("program"), problem.by_key(tile)
 
@@ -169,8 +169,8 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
             shared.do.producer_load(n, *of_do)
             return n + 1
 
-        # The heads that share the keys one after the other: dK and dV are summed over them, where
-        # FlashAttention-3 sums float32 gradients of all heads in memory.
+        # The heads that share the keys come one after the other, and dK and dV are summed over
+        # them. FlashAttention-3 sums float32 gradients of all heads in memory.
         first = lax.fori_loop(0, steps.length * problem.group, load_queries, first)
         return tiles + work.is_valid.astype(jnp.int32), first
 
@@ -197,19 +197,19 @@ def skip(
     begin: Array,
     end: Array,
 ) -> None:
-    """A consumer goes past the steps that only others of its program see.
+    """Takes a consumer past the steps that only other consumers of its program see.
 
     Args:
-      pipelines: of k and v.
-      ping_pong, tile: of the kernel.
-      first: steps that the program has done before the tile.
-      begin, end: the steps of the tile that are skipped.
+      pipelines: the pipelines of k and v.
+      ping_pong, tile: the kernel's ping-pong and tile.
+      first: how many steps the program has done before the tile.
+      begin, end: the steps begin ... end − 1 of the tile are skipped.
     """
     if tile.owned <= tile.step and tile.step % tile.owned == 0:
         return  # all warpgroups end with the same step
 
     def step(t: Array, _: None) -> None:
-        # Who releases nothing keeps the producer waiting, who passes no turn the other consumers.
+        # Without the release the producer would wait; without the turn the other consumers would.
         for pipeline in pipelines:
             pipeline.consumer_wait(first + t)
             pipeline.consumer_release(first + t)

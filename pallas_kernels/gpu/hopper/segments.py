@@ -1,9 +1,10 @@
-"""What hides keys from rows beside their positions: segment ids and lengths.
+"""Segment ids and lengths, which hide keys from rows in addition to positions.
 
-Lengths become ids too, of their own for rows and for keys beyond them. A step takes a mask of ids
-only where some pair of the block and the step may differ. Which steps a tile visits, and which of
-those take no mask, is found from the least and the largest id of each block and step, beside the
-kernels; they read four numbers a block. Ids in any order are served: sorted ones skip the most.
+Lengths become ids, too: rows beyond them get an id of their own, and keys beyond them get another.
+A step takes a mask of ids only if some pair of the block and the step may have different ids. The
+least and the largest id of each block and step tell which steps a tile visits, and which of these
+take no mask. That is computed outside of the kernels, which read four numbers a block. Ids may come
+in any order; sorted ids skip the most steps.
 """
 
 from typing import NamedTuple
@@ -25,19 +26,21 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 )
 from pallas_kernels.gpu.hopper.machine.types import Ref
 
-IDS_OF_KEYS = 1  # the buffer of k's pipeline beside k
+IDS_OF_KEYS = 1  # the buffer of k's pipeline that holds the ids of keys
 
-# Of a tile's block of 64: the steps begin ... end − 1 are visited by its whole tile, and those from
-# `_CLEAR` to `_FULL` − 1 take no mask of ids.
+# The bounds of a block of 64. Its whole tile visits the steps `_BEGIN` ... `_END` − 1. The steps
+# `_CLEAR` ... `_FULL` − 1 take no mask of ids.
 _BEGIN, _END, _CLEAR, _FULL = range(4)
 
 
 class Segments(NamedTuple):
-    """A row sees the keys whose id is its own. Arrays outside of the kernels, references inside.
+    """Ids of rows and keys: a row sees only the keys that have its id.
+
+    The fields are arrays outside of the kernels, and references inside.
 
     Attributes:
-      rows, keys: ids [B, T] and [B, S], with whole steps of both.
-      bounds: int32 [4, B, blocks of 64] of a kernel's tiles, see `by_query` and `by_key`.
+      rows, keys: ids [B, T] and [B, S], both padded to whole steps.
+      bounds: int32 [4, B, blocks of 64] for the tiles of a kernel, see `by_query` and `by_key`.
     """
 
     rows: Ref
@@ -46,7 +49,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, extras: Extras, rows: int, keys: int) -> "Segments | None":
-        """Those of a call; None where positions alone decide."""
+        """The ids of a call, or None if positions alone decide what a row sees."""
         lengths = extras.query_lengths, extras.key_lengths
         if extras.query_segments is None and lengths == (None, None):
             return None
@@ -54,28 +57,28 @@ class Segments(NamedTuple):
         return cls(*(_whole(x, max(STEPS)) for x in (of_rows, of_keys)))
 
     def by_query(self, tile: Tile, tiles: int) -> "Segments":
-        """With the bounds of tiles that own rows and step over the keys."""
+        """Returns the ids with the bounds of tiles that own rows and step over the keys."""
         owned = _whole(self.rows, tile.owned, tiles)
         return self._replace(bounds=_bounds(owned, self.keys, tile))
 
     def by_key(self, tile: Tile, tiles: int) -> "Segments":
-        """With the bounds of tiles that own keys and step over the rows."""
+        """Returns the ids with the bounds of tiles that own keys and step over the rows."""
         owned = _whole(self.keys, tile.owned, tiles)
         return self._replace(bounds=_bounds(owned, self.rows, tile))
 
-    # Within a kernel:
+    # These are called within a kernel:
 
     def visited(self, batch: Array, start: Array) -> tuple[Array, Array]:
-        """(begin, end): the steps that the tile from `start` on visits, by ids."""
+        """(begin, end): by its ids, the tile from `start` on visits steps begin ... end − 1."""
         return self._bound(_BEGIN, batch, start), self._bound(_END, batch, start)
 
     def alike(self, batch: Array, start: Array) -> tuple[Array, Array]:
-        """(clear, full): in these steps all ids are those of the 64 from `start` on."""
+        """(clear, full): steps clear ... full − 1 have no other ids than the block at `start`."""
         return self._bound(_CLEAR, batch, start), self._bound(_FULL, batch, start)
 
     def _bound(self, which: int, batch: Array, start: Array) -> Array:
         _, elements, blocks = self.bounds.shape
-        # A program's last tile need not exist, and then lies anywhere.
+        # A program's last tile may not exist, and then it may lie anywhere.
         batch = jnp.minimum(batch, elements - 1)
         block = jnp.minimum(lax.div(start, jnp.int32(ROWS)), blocks - 1)
         bound: Array = self.bounds[which, batch, block]
@@ -83,21 +86,21 @@ class Segments(NamedTuple):
 
 
 def ids_of_block(ids: Ref, batch: Array, start: Array) -> Array:
-    """The ids [64] from `start` on; beyond the last those of the last ones."""
+    """Loads the ids [64] from `start` on, or the last 64 if these lie beyond the end."""
     inside = pl.ds(jnp.minimum(start, ids.shape[-1] - ROWS), ROWS)
     return load(ids.at[batch, inside], PER_ROW, straight=False)
 
 
 def bits_of(ids: Array) -> Array:
-    """Ids as the bits of float32 numbers, for a buffer that has such numbers too."""
+    """Returns ids as the bits of float32 numbers, for a buffer that also holds such numbers."""
     bits: Array = lax.bitcast_convert_type(ids, jnp.float32)
     return bits
 
 
 def same(of_block: Array, of_step: Ref) -> Array:
-    """Which pairs [64, step] have one id: those of a block, and those of a step in memory.
+    """Which pairs [64, step] of a block's ids, and a step's ids in memory, have equal ids.
 
-    The latter may be `bits_of`.
+    The ids in memory may be `bits_of` ids.
     """
     ids = load(of_step, PER_COLUMN, straight=False)
     if ids.dtype != of_block.dtype:
@@ -107,7 +110,7 @@ def same(of_block: Array, of_step: Ref) -> Array:
 
 
 def _ids(extras: Extras, rows: int, keys: int) -> tuple[Array, Array]:
-    """Ids of rows and of keys, those beyond the lengths unlike all others."""
+    """Returns the ids of rows and of keys; ids beyond the lengths differ from all others."""
     query, key = extras.query_segments, extras.key_segments
     lengths = extras.query_lengths, extras.key_lengths
     if query is None or key is None:
@@ -116,12 +119,12 @@ def _ids(extras: Extras, rows: int, keys: int) -> tuple[Array, Array]:
     elif lengths != (None, None):
         # Any number may be an id; between ranks there is room for others.
         query, key = _ranks(query, key)
-    # Beside that of the last row or key that exists, so that tiles span no more ids.
+    # Next to the id of the last row or key that exists, so that tiles span no more ids.
     return _ended(query, lengths[0], 2), _ended(key, lengths[1], 4)
 
 
 def _ended(ids: Array, lengths: Array | None, by: int) -> Array:
-    """Ids with another from each length on: `by` more than the last before it."""
+    """Returns ids that from each length on are `by` more than the last id before it."""
     if lengths is None:
         return ids
     last = jnp.take_along_axis(ids, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
@@ -131,12 +134,15 @@ def _ended(ids: Array, lengths: Array | None, by: int) -> Array:
 def _ranks(
     query: Int32[Array, "B T"], key: Int32[Array, "B S"]
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B S"]]:
-    """In the order of ids, and equal where they are: multiples of 8, one less of rows that no key
-    is like. What `_ended` makes of them meets none."""
+    """Replaces ids by ranks of the same order, which are equal where ids are equal.
+
+    Ranks are multiples of 8, or one less in rows whose id no key has. So the ids that `_ended`
+    makes from ranks are equal to none of them.
+    """
     ordered = jnp.sort(key, axis=1)
 
     def rank(ids: Array) -> Array:
-        # The first key of that id, and whether there is one.
+        # The place of the first key with that id, and whether there is such a key.
         less = jnp.vectorize(jnp.searchsorted, signature="(s),(t)->(t)")(ordered, ids)
         found = jnp.take_along_axis(ordered, jnp.minimum(less, key.shape[1] - 1), axis=1)
         return (8 * less - (found != ids)).astype(jnp.int32)
@@ -145,13 +151,13 @@ def _ranks(
 
 
 def _whole(ids: Array, size: int, blocks: int = 0) -> Array:
-    """Ids of whole blocks, at least so many, of so many each: the last one goes on."""
+    """Pads ids to whole blocks of `size`, at least `blocks` of them, by repeating the last id."""
     blocks = max(blocks, -(-ids.shape[1] // size))
     return jnp.pad(ids, ((0, 0), (0, blocks * size - ids.shape[1])), mode="edge")
 
 
 def _bounds(owned: Array, others: Array, tile: Tile) -> Array:
-    """Bounds of blocks of `owned` ids, in steps of the other side's."""
+    """Returns the bounds of the blocks of `owned` ids, in steps of the `others`."""
     tiles, blocks, steps = (
         _extremes(ids, size)
         for ids, size in ((owned, tile.owned), (owned, ROWS), (others, tile.step))
@@ -176,7 +182,7 @@ def _extremes(ids: Array, size: int) -> tuple[Array, Array]:
 
 
 def _interval(seen: Array) -> tuple[Array, Array]:
-    """(begin, end) of the first and the last that is True; (0, 0) where there is none."""
+    """(begin, end): from the first True to the last, end exclusive; (0, 0) if there is none."""
     steps = seen.shape[-1]
     first, back = (jnp.argmax(x, axis=-1) for x in (seen, seen[..., ::-1]))
     return first, jnp.where(seen.any(axis=-1), steps - back, 0)

@@ -1,7 +1,7 @@
-"""Attention sinks beside the kernels: m and l before the first key, and the gradient.
+"""Attention sinks outside of the kernels: m and l before the first key, and the gradient.
 
-See `lowprec_attn.arithmetic.sinks`. A sink costs no instruction of the mainloop: two numbers of a
-row are loaded where others begin with constants.
+See `lowprec_attn.arithmetic.sinks`. A sink costs no instruction of the mainloop: a row loads the
+two numbers with which it begins, instead of taking constants.
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 
 
 def start_of_rows(given: Float[Array, "N"], problem: Problem) -> Array:
-    """m and l of the rows of every head, [2, N, 64], in the kernels' units."""
+    """Returns the first m and l of the rows of every head, [2, N, 64], in the kernels' units."""
     m, l = sinks.start_of_rows(given, problem.unit, problem.spec)
     if problem.whole_max:
         l = l * np.float32(2.0**powers.UNIT)
@@ -29,7 +29,7 @@ def start_of_rows(given: Float[Array, "N"], problem: Problem) -> Array:
 
 
 def without_beyond(lse: Float[Array, "B T N"], extras: Extras) -> Float[Array, "B T N"]:
-    """lse, −inf in rows beyond the lengths, which have no sink."""
+    """Returns lse, set to −inf in rows beyond the lengths, which have no sink."""
     if extras.sinks is None or extras.query_lengths is None:
         return lse
     exists = _exists(extras.query_lengths, lse.shape[1])
@@ -48,19 +48,19 @@ def gradient(
     dp_offset: Array,
     problem: Problem,
 ) -> Float[Array, "N"]:
-    """Σ P_sink (dlse − δ), in the sinks' dtype.
+    """Returns the gradient of the sinks, Σ P_sink (dlse − δ), in their dtype.
 
     Args:
-      extras: the sinks, and lengths of rows, beyond which there are none.
-      offset, inverse_l: of rows, what P is formed from, [B, N, `vector_rows`].
-      dp_offset: −δ + dlse, times scale unless `scales_last`, likewise.
-      problem: of the kernels.
+      extras: the sinks, and the lengths; rows beyond these have no sink.
+      offset, inverse_l: what P of every row is formed from, [B, N, `vector_rows`].
+      dp_offset: −δ + dlse, times scale unless `scales_last`, [B, N, `vector_rows`].
+      problem: the kernels' problem.
     """
     given = extras.sinks
     assert given is not None
     offset, added = (x[..., : problem.rows] for x in (offset, dp_offset))
     s = (given.astype(jnp.float32) / np.float32(problem.unit))[None, :, None]
-    # P as the kernels form that of a key: 0 where the offset of an empty row is −inf.
+    # P is formed as the kernels form P of a key. It is 0 in empty rows, whose offset is −inf.
     log2_p = multiply_add(jnp.broadcast_to(s, offset.shape), problem.log2_unit, offset)
     p = exp2(log2_p)
     if inverse_l is not None:

@@ -1,9 +1,9 @@
 """Which tiles a program works through, one after the other.
 
 There are as many programs as multiprocessors. Under causality tiles differ in length.
-`StaticScheduler` deals out pieces of work, each program every so-manyth: a piece is then two tiles
-that are as long together as any other two, the first and the last of a head, the second and the
-last but one ... `LongestFirstScheduler` deals out single tiles by their length, of some heads after
+`StaticScheduler` deals out pieces of work in turn. Under causality a piece is a pair of tiles, and
+all pairs are equally long: the first and the last tile of a head, the second and the last but one,
+and so on. `LongestFirstScheduler` deals out single tiles by their length, one group of heads after
 the other (FlashAttention-3's LPT).
 """
 
@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 
 class WorkTile(NamedTuple):
-    """A program's u-th tile: its block, head and batch element; whether there is one."""
+    """A tile of a program: its block, head and batch element, and whether it exists."""
 
     block: Array
     head: Array
@@ -26,13 +26,13 @@ class WorkTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticScheduler:
-    """Tiles × heads × batch, dealt out to programs.
+    """Deals out tiles × heads × batch to programs in turn.
 
     Attributes:
       tiles, heads, batch: how many there are.
-      in_pairs: a piece of work is two tiles.
-      longest_last: tiles with a higher number are the longer ones.
-      programs: at most so many.
+      in_pairs: whether a piece of work is two tiles.
+      longest_last: whether tiles with a higher number are the longer ones.
+      programs: the largest number of programs.
     """
 
     tiles: int
@@ -56,7 +56,7 @@ class StaticScheduler:
         return min(self.programs, self._pieces)
 
     def count(self, program: Array) -> Array:
-        """How many tiles a program has, those that do not exist included."""
+        """How many tiles a program has, including tiles that do not exist."""
         pieces = lax.div(self._pieces - program + (self.grid - 1), jnp.int32(self.grid))
         return pieces * 2 if self.in_pairs else pieces
 
@@ -82,19 +82,19 @@ class StaticScheduler:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongestFirstScheduler:
-    """Tiles × heads × batch, dealt out the longest first, of some heads after those of others.
+    """Deals out tiles × heads × batch, the longest first, one group of heads after the other.
 
-    Every round gives each program a tile, in the other direction than the round before: who got the
-    longest of one gets the shortest of the next. Other heads' first round is turned if that of the
-    heads before was not, so that what an odd number of rounds leaves is made up for as well.
-    Programs then end together, within 1 or 2 %, where pairs leave 3 % and a direction that is never
-    turned 6 to 25 %.
+    Every round gives each program a tile. Its direction is opposite to the round before, so the
+    program with the longest tile of a round gets the shortest of the next. The first rounds of
+    successive groups of heads have opposite directions, too, which makes up for an odd number of
+    rounds. Programs then end within 1 or 2 % of each other. Pairs leave 3 %, and a direction that
+    never changes leaves 6 to 25 %.
 
     Attributes:
       tiles, heads, batch: how many there are.
-      at_a_time: at most so many heads are worked through at once, of all `heads` × `batch`.
-      longest_last: tiles with a higher number are the longer ones.
-      programs: at most so many.
+      at_a_time: the largest number of heads in a group, out of all `heads` × `batch`.
+      longest_last: whether tiles with a higher number are the longer ones.
+      programs: the largest number of programs.
     """
 
     tiles: int
@@ -110,12 +110,12 @@ class LongestFirstScheduler:
 
     @property
     def _together(self) -> int:
-        """Heads of a time, the last one's being fewer if need be."""
+        """The number of heads in a group; the last group may have fewer."""
         return -(-self._all_heads // -(-self._all_heads // self.at_a_time))
 
     @property
     def _rounds(self) -> int:
-        """Of the heads of a time."""
+        """The number of rounds of a group."""
         return -(-self.tiles * self._together // self.grid)
 
     @property
@@ -124,18 +124,18 @@ class LongestFirstScheduler:
         return min(self.programs, self.tiles * self._together)
 
     def count(self, program: Array) -> Array:
-        """How many tiles a program has, those that do not exist included."""
-        # Not a constant: Mosaic GPU's loops take none that JAX has made a literal of.
+        """How many tiles a program has, including tiles that do not exist."""
+        # Not a constant: Mosaic GPU's loops do not take bounds that JAX has made literals.
         return program * 0 + self._rounds * -(-self._all_heads // self._together)
 
     def work_tile(self, program: Array, u: Array) -> WorkTile:
         """The program's u-th tile. Heads that share their keys come one after the other."""
         rounds = jnp.int32(self._rounds)
-        # FlashAttention-3 draws the next tile from a counter in memory. Here nobody waits for one,
-        # and the order is the same on every run.
+        # FlashAttention-3 draws the next tile from a counter in memory. Here no program waits for a
+        # counter, and the order is the same on every run.
         time, now = lax.div(u, rounds), lax.rem(u, rounds)
         turned = lax.rem(time + now, jnp.int32(2)) == 1
-        # Back and forth: who got the longest tile of a round gets the shortest of the next.
+        # Back and forth: the program with the longest tile of a round gets the next one's shortest.
         index = now * self.grid + jnp.where(turned, self.grid - 1 - program, program)
         first = time * self._together
         heads = jnp.minimum(self._together, self._all_heads - first)

@@ -11,16 +11,16 @@ Row = dict[str, Any]
 
 @functools.cache
 def table() -> Mapping[str, list[Row]]:
-    """The rows of each kernel: `when` they hold, their `tile`, and the `record`, if timed so."""
+    """The rows of each kernel: `when` a row holds, its `tile`, and its timing `record`, if any."""
     text = resources.files(__package__).joinpath("tuning.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def tuned(kernel: str, call: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of the tile of the first row that holds of a call.
+    """Returns the fields of the tile in the first row that holds for a call.
 
     Raises:
-      ValueError: no row does.
+      ValueError: no row holds.
     """
     for row in table()[kernel]:
         if all(call[name] == wanted for name, wanted in row["when"].items()):

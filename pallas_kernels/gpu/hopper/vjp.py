@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.sinks import gradient, start_of_rows, without_beyond
 
-# q, k and v, or one packed array of them.
+# q, k and v, or the one packed array.
 Arrays = tuple[Array, ...]
 
 
@@ -35,12 +35,12 @@ class _Residuals(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def attend(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[Array, ...]:
-    """O, lse and, with `spec.max_logit`, the largest scores [B, T, N]."""
+    """Returns O, lse and, with `spec.max_logit`, the largest scores [B, T, N]."""
     return _forward(arrays, extras, spec)[0]
 
 
-# Each under `jit`: layers with equal calls share one trace and one lowering of its kernels, which
-# take seconds.
+# Both passes are under `jit`: layers with equal calls share one trace and one lowering of the
+# kernels, which take seconds.
 @partial(jax.jit, static_argnums=2)
 def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, ...], _Residuals]:
     arrays = first_order_only(arrays, "hopper")
@@ -81,14 +81,14 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
     keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments)
     if not problem.packed:
         return (dq, *key_gradients(keys, problem)), of_extras
-    # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
+    # A mutable array, because the second kernel writes planes 1 and 2 beside the first one's dQ.
     gradients = jax.new_ref(dq)
     key_gradients(keys, problem, gradients=gradients)
     return (gradients[...],), of_extras
 
 
 def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> Arrays:
-    """All three gradients by one kernel, see `dq_accumulator`."""
+    """Computes all three gradients in one kernel, see `dq_accumulator`."""
     arrays, _, o_saved, _, offset, _ = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     sums = dq_accumulator.sums(problem)

@@ -1,9 +1,9 @@
-"""dK and dV of 64 keys by two consumers, where one has no registers for both sums.
+"""dK and dV of 64 keys by two consumers, if one lacks registers for both sums.
 
-The first forms Pᵀ and sums dV. It hands Pᵀ, not rounded, to the second, which forms dPᵀ and sums
-dK. So each has two of the four products, and nothing is computed twice. The arithmetic and the
-order of every sum are those of `key_gradients`. CUTLASS calls two warpgroups that share a tile
-cooperative; there each has half of the rows, here each has one of the sums.
+The first consumer forms Pᵀ and sums dV. It hands the unrounded Pᵀ to the second, which forms dPᵀ
+and sums dK. Each has two of the four products, and nothing is computed twice. The arithmetic and
+the order of every sum are those of `key_gradients`. CUTLASS, too, calls two warpgroups that share a
+tile cooperative; there each has half of the rows, here each has one of the sums.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,14 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
-_VALUES, _KEYS = range(2)  # the consumer that sums dV, and that which sums dK
+_VALUES, _KEYS = range(2)  # the consumer that sums dV, and the one that sums dK
 
 
 class _SharedKeys(NamedTuple):
-    """64 keys of a program; `tiles`: what was done before; `ids`: once the tile has begun."""
+    """64 keys of a program.
+
+    `tiles` says how many the program has done before. `ids` are there once the tile has begun.
+    """
 
     problem: Problem
     tile: BackwardTile
@@ -48,15 +51,15 @@ class _SharedKeys(NamedTuple):
     ids: KeyIds | None = None
 
 
-# Starts and ends the t-th step of one consumer: adds its product to the sum.
+# Does the t-th step of one consumer: adds the step's product to the sum.
 _Step = Callable[[Array, Accumulator, _SharedKeys], None]
 
 
 def consume(
     x: KeyInputs, dk: Ref, dv: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile
 ) -> None:
-    """All tiles of a program, by both consumers."""
-    # A sum of 64 rows and 256 features has 128 registers in a thread: two do not fit into 232.
+    """Computes one consumer's part of all tiles of a program."""
+    # A sum of 64 rows and 256 features takes 128 registers a thread: two do not fit into 232.
     set_registers(tile.warpgroups, producer=False)
     me = lax.axis_index("warpgroup")
 
@@ -81,7 +84,7 @@ def _consume(
     problem: Problem,
     tile: BackwardTile,
 ) -> Array:
-    """All tiles of one of the two, each step of which is `add`; how many steps that were."""
+    """Runs all tiles of one consumer, with `add` for each step. Returns the number of steps."""
 
     def begin(work: WorkTile, tiles: Array, key: Array, steps: Steps) -> Callable[[], None]:
         keys = _SharedKeys(problem, tile, shared, tiles, steps, key, work, x.segments)
@@ -91,7 +94,7 @@ def _consume(
 
 
 def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
-    """One tile: mainloop and epilogue."""
+    """Computes one tile: its mainloop and its epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
     if me == _VALUES:
         keys = keys._replace(ids=KeyIds.of(keys.segments, work.batch, keys.key))
@@ -99,7 +102,8 @@ def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
     total = pl.run_scoped(partial(_mainloop, add, keys), accumulator(ROWS, problem.head_size))
     if me == _KEYS and problem.scales_last:
         total = total * np.float32(problem.spec.scale)
-    # Through what this warpgroup alone has read, and needs no more: dV where k was, dK where v.
+    # The sum leaves through memory that only this warpgroup has read and no longer needs: dV
+    # through the memory of k, dK through the memory of v.
     memory = shared.keys.get(keys.tiles, 0, buffer=me)
     memory[...] = total.astype(problem.dtype)
     place = (work.batch, keys.key, ROWS, work.head)
@@ -109,24 +113,24 @@ def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
 
 
 def _mainloop(add: _Step, keys: _SharedKeys, total: Accumulator) -> Array:
-    """The sum over all steps."""
+    """Returns the sum over all steps."""
     end = keys.steps.length * keys.problem.group
     lax.fori_loop(0, end, lambda t, _: add(t, total, keys), None)
     return plgpu.wgmma_accumulator_load(total, wait_n=None)
 
 
 def _add_to_dv(t: Array, dv: Accumulator, keys: _SharedKeys) -> None:
-    """Pᵀ dO of step t; gives Pᵀ away."""
+    """Adds Pᵀ dO of step t, and hands Pᵀ to the other consumer."""
     n, problem, shared = keys.steps.first + t, keys.problem, keys.shared
     q, do = shared.q, shared.do
     _, step = keys.steps.of(t, keys.work.head, problem.group)
     q.consumer_wait(n)
     s = _product(shared.keys.get(keys.tiles, 0, buffer=0), q.get(n), problem)
-    # Otherwise the place of every entry would be kept in registers, for the mask.
+    # Otherwise the indices of all entries would be kept in registers, for the mask.
     key = keys.key + opaque_zero(n, interpret=problem.sizes.interpret)
     probs = key_operands.probs(s, q, n, key, step * keys.tile.step, problem, keys.ids)
     q.consumer_release(n)
-    # Given away before dV is multiplied: the other waits for it.
+    # Pᵀ is handed over before dV is multiplied, because the other consumer waits for it.
     shared.probs.produce(n, probs)
     do.consumer_wait(n)
     plgpu.wgmma(dv, _operand(_VALUES, probs, keys), do.get(n))
@@ -135,11 +139,11 @@ def _add_to_dv(t: Array, dv: Accumulator, keys: _SharedKeys) -> None:
 
 
 def _add_to_dk(t: Array, dk: Accumulator, keys: _SharedKeys) -> None:
-    """dSᵀ q of step t, with the Pᵀ of the other."""
+    """Adds dSᵀ q of step t, from the other consumer's Pᵀ."""
     n, problem, shared = keys.steps.first + t, keys.problem, keys.shared
     q, do = shared.q, shared.do
     do.consumer_wait(n)
-    # dP first, which needs nothing of the other: its P comes meanwhile.
+    # dP first: it needs nothing from the other consumer, whose P comes meanwhile.
     dp = _product(shared.keys.get(keys.tiles, 0, buffer=1), do.get(n), problem)
     shifted = key_operands.shifted_dp(dp, do, n, problem)
     if not problem.corrects_after_cast:
@@ -158,14 +162,14 @@ def _add_to_dk(t: Array, dk: Accumulator, keys: _SharedKeys) -> None:
 
 
 def _product(keys: Ref, queries: Ref, problem: Problem) -> Array:
-    """keys queriesᵀ, waited for."""
+    """Multiplies keys by queriesᵀ, and waits for the product."""
     found = begin_product(keys, queries, interpret=problem.sizes.interpret)
     plgpu.wgmma_wait(0)
     return found
 
 
 def _operand(me: int, x: Array, keys: _SharedKeys) -> Ref:
-    """x, rounded, as a left operand."""
+    """Returns x, rounded, as a left operand."""
     operand = keys.shared.operand
     memory = None if operand is None else operand.at[me]
     return as_operand(x.astype(keys.problem.dtype), memory)

@@ -1,8 +1,8 @@
-"""dQ of 64 rows by two consumers, where rows are summed: one has no registers for both sums.
+"""dQ of 64 rows by two consumers, if rows are summed and one lacks registers for both sums.
 
-The first forms P and sums P k. It hands P, not rounded, to the second, which forms dP, sums dQ,
-Σ dS and Σ P, and in the end takes P k as well, to correct dQ. The arithmetic and the order of every
-sum are those of `query_gradients`.
+The first consumer forms P and sums P k. It hands the unrounded P to the second, which forms dP and
+sums dQ, dS and P. In the end the second also takes Σ P k, to correct dQ. The arithmetic and the
+order of every sum are those of `query_gradients`.
 """
 
 from collections.abc import Callable
@@ -46,13 +46,13 @@ from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, ids_of_block, same
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
-_PROBS, _DQ = range(2)  # the consumer that sums P k, and that which sums dQ
+_PROBS, _DQ = range(2)  # the consumer that sums P k, and the one that sums dQ
 
 
 class _SharedRows(NamedTuple):
     """64 query rows of a program, and the key steps that they visit.
 
-    `tiles` and `steps` count what the program has done before.
+    `tiles` and `steps` say how many the program has done before.
     """
 
     problem: Problem
@@ -78,7 +78,7 @@ class _SharedRows(NamedTuple):
 def consume(
     x: QueryInputs, out: Gradients, shared: QueryMemory, problem: Problem, tile: BackwardTile
 ) -> None:
-    """All tiles of a program, by both consumers."""
+    """Computes one consumer's part of all tiles of a program."""
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
     me = lax.axis_index("warpgroup")
 
@@ -101,7 +101,7 @@ def _each_tile(
     tile: BackwardTile,
     consume: Callable[[_SharedRows], None],
 ) -> Array:
-    """Does one consumer's work for every tile; how many blocks are exchanged meanwhile."""
+    """Does one consumer's work for every tile. Returns how many blocks were exchanged."""
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
 
     def consume_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -121,12 +121,12 @@ def _each_tile(
 
 
 def _pieces(problem: Problem) -> int:
-    """Blocks of 64 columns of P k."""
+    """How many blocks of 64 columns P k has."""
     return problem.head_size // ROWS
 
 
 def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
-    """Σ P k; gives every P away, and the sum."""
+    """Sums P k over a tile's steps. Hands every P, and then the sum, to the other consumer."""
     problem, shared = rows.problem, rows.shared
     offset = of_rows(x.offset, rows.work, rows.row)
     inverse_l = None
@@ -146,7 +146,8 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
 
     pk = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
     shared.rows.consumer_release(rows.tiles)
-    # Through the same two blocks as P, 64 columns at a time: there is no memory for all of it.
+    # The sum goes through the same two blocks as P, 64 columns at a time, because there is no
+    # memory for all of it.
     for piece in range(_pieces(problem)):
         columns = pk[:, piece * ROWS : (piece + 1) * ROWS]
         shared.probs.produce(rows.exchanged + rows.end + piece, columns)
@@ -160,11 +161,11 @@ def _add_to_pk(
     ids: Array | None,
     rows: _SharedRows,
 ) -> None:
-    """P k of step t; gives P away."""
+    """Adds P k of step t, and hands P to the other consumer."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
     shared.k.consumer_wait(n)
     s = _product(Q, shared.k.get(n), rows)
-    # Otherwise the place of every entry would be kept in registers, for the mask.
+    # Otherwise the indices of all entries would be kept in registers, for the mask.
     row = rows.row + opaque_zero(n, interpret=problem.sizes.interpret)
     same_ids = None
     if ids is not None:
@@ -172,7 +173,7 @@ def _add_to_pk(
     p = probs(s, offset, row, t, rows.keys, problem, same_ids)
     if inverse_l is not None:
         p = p * along_rows(inverse_l, p.shape)
-    # Given away before P k is multiplied: the other waits for it.
+    # P is handed over before P k is multiplied, because the other consumer waits for it.
     shared.probs.produce(rows.exchanged + t, p)
     plgpu.wgmma(pk, _operand(_PROBS, p, rows), shared.k.get(n))
     plgpu.wgmma_wait(0)
@@ -180,7 +181,7 @@ def _add_to_pk(
 
 
 def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
-    """dQ, and what dS adds to dP, of which the kernel of dK and dV makes use."""
+    """Computes and stores dQ, and what dS adds to dP, which the dK and dV kernel reads."""
     problem, shared, work, row = rows.problem, rows.shared, rows.work, rows.row
     dlse = of_rows(x.dlse, work, row)
     shared.rows.consumer_wait(rows.tiles)
@@ -194,7 +195,7 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
         of_dp = of_dp - lacks
     if shared.delta is not None:
         shared.delta[0] = of_dp
-    memory = shared.rows.get(rows.tiles, 0, buffer=DO)  # which this warpgroup alone has read
+    memory = shared.rows.get(rows.tiles, 0, buffer=DO)  # only this warpgroup has read dO
     for piece in range(_pieces(problem)):
         pk = shared.probs.consume(rows.exchanged + rows.end + piece)
         columns = total[:, piece * ROWS : (piece + 1) * ROWS]
@@ -204,7 +205,7 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
         memory[:, pl.ds(piece * ROWS, ROWS)] = columns.astype(problem.dtype)
     correction = None
     if problem.corrects_after_cast:
-        # In place: the other has read q for the last time before it gave away the last of P k.
+        # In place: the other consumer last read q before it handed over the last block of P k.
         correction = shared.rows.get(rows.tiles, 0, buffer=Q)
         for piece in range(_pieces(problem)):
             part = correction.at[:, pl.ds(piece * ROWS, ROWS)]
@@ -224,7 +225,7 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
 
 
 def _sum_queries(dq: Accumulator, *, of_dp: Array, rows: _SharedRows) -> tuple[Array, Array, Array]:
-    """Σ dS k; Σ dS and Σ P [64]."""
+    """Returns Σ dS k [64, H] of a tile, and Σ dS and Σ P [64]."""
     none = (constant((ROWS, LANES), 0, TILE),) * 2
 
     def step(t: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -238,10 +239,10 @@ def _sum_queries(dq: Accumulator, *, of_dp: Array, rows: _SharedRows) -> tuple[A
 def _add_to_dq(
     t: Array, dq: Accumulator, sums: tuple[Array, Array], of_dp: Array, rows: _SharedRows
 ) -> tuple[Array, Array]:
-    """dS k of step t, with the P of the other; Σ dS and Σ P with those of the step."""
+    """Adds dS k of step t, from the other consumer's P. Returns Σ dS and Σ P with step t added."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
     shared.v.consumer_wait(n)
-    # dP first, which needs nothing of the other: its P comes meanwhile.
+    # dP first: it needs nothing from the other consumer, whose P comes meanwhile.
     dp = _product(DO, shared.v.get(n), rows)
     shared.v.consumer_release(n)
     if not problem.scales_last:
@@ -259,7 +260,7 @@ def _add_to_dq(
 
 
 def _product(buffer: int, keys: Ref, rows: _SharedRows) -> Array:
-    """rows keysᵀ of a buffer of the rows, waited for."""
+    """Multiplies a buffer of the rows by keysᵀ, and waits for the product."""
     left = rows.shared.rows.get(rows.tiles, 0, buffer=buffer)
     found = begin_product(left, keys, interpret=rows.problem.sizes.interpret)
     plgpu.wgmma_wait(0)
@@ -267,7 +268,7 @@ def _product(buffer: int, keys: Ref, rows: _SharedRows) -> Array:
 
 
 def _operand(me: int, x: Array, rows: _SharedRows) -> Ref:
-    """x, rounded, as a left operand."""
+    """Returns x, rounded, as a left operand."""
     operand = rows.shared.operand
     memory = None if operand is None else operand.at[me]
     return as_operand(x.astype(rows.problem.dtype), memory)

@@ -1,12 +1,12 @@
-"""dQ as a sum in memory, to which the kernel of dK and dV adds.
+"""dQ as a sum in global memory, to which the dK and dV kernel adds.
 
-A program that owns keys has dS in hand: dS k costs it one product, where the kernel of dQ takes
-three. Many programs add to the same rows of dQ, in the order in which they come to them, so that
-the last bits of its float32 sums differ from run to run.
+A program that owns keys already has dS, so dS k costs it one product, where the dQ kernel takes
+three. Many programs add to the same rows of dQ, in the order in which they reach them, so the last
+bits of the float32 sums differ from run to run.
 
 Warpgroups exchange dSᵀ in shared memory, so that each of them multiplies blocks of dQ, 64 by 64,
-over the keys of both. FlashAttention-3's backward pass (arXiv 2407.08608) does so, too; here a
-product is a step behind, where nobody waits for the dSᵀ of the other.
+over the keys of both. The backward pass of FlashAttention-3 (arXiv 2407.08608) does so, too. Here
+the product comes a step later, so that no warpgroup waits for the other's dSᵀ.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,13 @@ _AHEAD = 2  # steps whose dSᵀ is in shared memory
 
 
 class _DqMemory(NamedTuple):
-    """Shared memory: dSᵀ of two steps, in blocks of 64 keys by 64 queries; the sums that leave.
+    """Shared memory of a `DqAccumulator`.
 
-    Barriers of a step: all warpgroups have written its dSᵀ, all have read it.
+    Attributes:
+      ds: dSᵀ of two steps, in blocks of 64 keys by 64 queries.
+      leaving: the block of dQ that leaves, for every warpgroup.
+      written: barriers: all warpgroups have written the dSᵀ of a step.
+      read: barriers: all warpgroups have read the dSᵀ of a step.
     """
 
     ds: Ref
@@ -41,16 +45,16 @@ class _DqMemory(NamedTuple):
 
 
 class DqAccumulator(NamedTuple):
-    """What the warpgroups of a program add to dQ.
+    """What a warpgroup of a program uses to add to dQ.
 
-    A step of two blocks of dQ has one for each warpgroup. If it has but one, they take ping_pong.
-    Steps are counted from 0 in every key tile.
+    If a step has two blocks of dQ, each warpgroup adds one. If it has a single block, warpgroups
+    add it in turn, step by step. Steps are counted from 0 in every key tile.
 
     Attributes:
       dq: float32 [parts, B, T, N, H], see `sums`.
-      refs: of `shared`.
-      problem, tile: of the kernel.
-      me: the warpgroup.
+      refs: the memory that `shared` describes.
+      problem, tile: the kernel's problem and tile.
+      me: the index of the warpgroup.
     """
 
     dq: Ref
@@ -71,7 +75,7 @@ class DqAccumulator(NamedTuple):
         )
 
     def write(self, ds: Array, t: Array) -> None:
-        """Gives step t's dSᵀ of this warpgroup's keys, rounded, [64, step], to all."""
+        """Writes step t's dSᵀ of this warpgroup's keys, rounded, [64, step], for all to read."""
         slot = self._slot(t)
         pl.when(t >= _AHEAD)(partial(plgpu.barrier_wait, self.refs.read.at[slot]))
         for block in range(self.tile.step // ROWS):
@@ -81,11 +85,11 @@ class DqAccumulator(NamedTuple):
         plgpu.barrier_arrive(self.refs.written.at[slot])
 
     def wait(self, t: Array) -> None:
-        """Until all have written step t's dSᵀ."""
+        """Waits until all warpgroups have written step t's dSᵀ."""
         plgpu.barrier_wait(self.refs.written.at[self._slot(t)])
 
     def is_mine(self, t: Array) -> Array:
-        """Whether a block of step t is this warpgroup's."""
+        """Whether this warpgroup has a block of step t."""
         blocks = self.tile.step * self.problem.head_size // ROWS**2
         if blocks == self.tile.warpgroups:
             return t >= 0
@@ -94,13 +98,13 @@ class DqAccumulator(NamedTuple):
     def multiply(
         self, total: Accumulator, t: Array, keys: Callable[[Array], Ref], zero: Array
     ) -> None:
-        """Starts the products of step t: a block of dS k, as many products as warpgroups.
+        """Starts the products for a block of dS k of step t, one for the keys of each warpgroup.
 
         Args:
-          total: registers [64, 64].
+          total: the accumulator [64, 64].
           t: the step.
-          keys: k [64, H] of a warpgroup.
-          zero: an `unknown_zero` in a loop.
+          keys: returns k [64, H] of a warpgroup.
+          zero: 0; within a loop an `unknown_zero`.
         """
         row, column = self._block()
         for w in range(self.tile.warpgroups):
@@ -109,20 +113,20 @@ class DqAccumulator(NamedTuple):
             plgpu.wgmma(total, ds.T, keys(w + zero).at[:, pl.ds(column * ROWS, ROWS)])
 
     def release(self, t: Array) -> None:
-        """This warpgroup needs step t's dSᵀ no more."""
+        """Releases step t's dSᵀ, which this warpgroup no longer needs."""
         plgpu.barrier_arrive(self.refs.read.at[self._slot(t)])
 
     def add(self, total: Array, place: tuple[Array, ...]) -> None:
-        """Adds a block to dQ. place: batch element, the step's first row, query head; key tile."""
+        """Adds a block to dQ. place: batch element, the step's first row, query head, key tile."""
         leaving = self.refs.leaving.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before has left
-        # The copy engine adds (cp.reduce.async.bulk): no thread waits for memory, as with atomics.
-        # FlashAttention-3 does the same, through a warp of its own.
+        # The copy engine adds (cp.reduce.async.bulk), so no thread waits for memory, as it would
+        # with atomics. FlashAttention-3 does the same from a separate warp.
         leaving[...] = total
         plgpu.commit_smem()
         batch, start, head, tile = place
         row, column = self._block()
-        # The interpreter has no sum in memory: there each key tile has a part of its own.
+        # The interpreter cannot add in memory, so each key tile has a part of its own there.
         interpret = self.problem.sizes.interpret
         target = self.dq.at[
             tile if interpret else 0,
@@ -134,7 +138,7 @@ class DqAccumulator(NamedTuple):
         plgpu.copy_smem_to_gmem(leaving, target, reduction_op=None if interpret else "add")
 
     def producer_tail(self, steps: Array) -> None:
-        """After the last of a key tile's steps: until nobody reads dSᵀ or k for them any more."""
+        """Waits after a key tile's last step until nobody reads its dSᵀ, or k for dQ, any more."""
         for back in range(1, _AHEAD + 1):
             slot = self._slot(steps - back)
             pl.when(steps >= back)(partial(plgpu.barrier_wait, self.refs.read.at[slot]))
@@ -143,7 +147,7 @@ class DqAccumulator(NamedTuple):
         return lax.rem(t, jnp.int32(_AHEAD))
 
     def _block(self) -> tuple[Array, Array]:
-        """Row and column of this warpgroup's block of a step."""
+        """The row and the column of this warpgroup's block among the blocks of a step."""
         zero = self.me * 0
         if self.tile.step > ROWS:
             return self.me, zero
@@ -151,10 +155,9 @@ class DqAccumulator(NamedTuple):
 
 
 def sums(problem: Problem) -> Ref:
-    """dQ to be added to, 0, as a mutable array [parts, B, T, N, H].
+    """Returns float32 zeros to which dQ is added, a mutable array [parts, B, T, N, H].
 
-    There is one part, or, for the interpreter, which knows no sum in memory, one for every key
-    tile.
+    There is one part. The interpreter, which cannot add in memory, has one for every key tile.
     """
     parts = problem.by_key(problem.sizes.key_gradients).tiles if problem.sizes.interpret else 1
     shape = (parts, problem.batch, problem.rows, problem.heads, problem.head_size)
@@ -162,7 +165,7 @@ def sums(problem: Problem) -> Ref:
 
 
 def rounded(dq: Ref, problem: Problem) -> Array:
-    """dQ [B, T, N, H] of the array that was added to."""
+    """Returns dQ [B, T, N, H], rounded, from the array of `sums` that was added to."""
     total = dq[...].sum(axis=0)
     if problem.scales_last:
         total = total * jnp.float32(problem.spec.scale)

@@ -1,9 +1,10 @@
 """The kernel of dK and dV.
 
-A consumer warpgroup owns 64 keys and steps over the queries that see them, head after head of those
-that share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ are left operands as they
-are. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. Where a
-warpgroup has no registers for two sums, two warpgroups share 64 keys: `cooperative_key_gradients`.
+A consumer warpgroup owns 64 keys and steps over the queries that see them, one after the other of
+the heads that share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ can serve as left
+operands unchanged. The arithmetic follows `lowprec_attn.arithmetic.backward` with P and dS rounded.
+If a warpgroup has no registers for two sums, two warpgroups share 64 keys
+(`cooperative_key_gradients`).
 """
 
 from collections.abc import Callable
@@ -37,12 +38,12 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 def key_gradients(
     x: KeyInputs, problem: Problem, *, gradients: Ref | None = None, dq: Ref | None = None
 ) -> tuple[Array, ...]:
-    """dK and dV; nothing if they are written to `gradients`.
+    """Returns dK and dV, or nothing if they are written to `gradients`.
 
     Args:
-      x, problem: the call.
-      gradients: a packed array's gradient, as a mutable array, whose planes 1 and 2 are written.
-      dq: the sums of `dq_accumulator`, as a mutable array, to which dS k is added.
+      x, problem: the arrays and the problem of the call.
+      gradients: the gradient of a packed array, a mutable array. Its planes 1 and 2 are written.
+      dq: the sums of `dq_accumulator`, a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
     if x.segments is not None:
@@ -69,8 +70,8 @@ def key_gradients(
 def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> KeyMemory:
     """The scratch types."""
     consumers, head, own = tile.warpgroups, problem.head_size, tile.owned // ROWS
-    # k and v are two buffers of one pipeline, for they come and go together; q and dO have one
-    # each, for S needs q sooner than dP needs dO.
+    # k and v are two buffers of one pipeline, because they come and go together. q and dO have a
+    # pipeline each, because S needs q sooner than dP needs dO.
     keys = tiles_of((tile.owned_stages, own, ROWS, head), problem.dtype)
     queries = tiles_of((tile.stages, tile.step, head), problem.dtype)
     offsets = vectors_of((tile.stages, tile.step))
@@ -83,7 +84,7 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
         of_q[OFFSET] = vectors_of((tile.stages, vectors, tile.step))
         copies["q"] += problem.saves_inverse_l + problem.has_segments
     if problem.has_segments:
-        of_do.pop(OFFSET)  # they share that of q
+        of_do.pop(OFFSET)  # the pipelines of q and dO share one buffer of vectors
     if problem.corrects_after_cast:
         of_do.append(queries)
         copies["do"] += 1
@@ -132,12 +133,12 @@ def _consume(
     problem: Problem,
     tile: BackwardTile,
 ) -> None:
-    """All tiles of a program, by one of its consumers."""
-    # With dQ a third sum and its addresses: 240 registers a thread instead of 232.
+    """Computes one consumer's keys of all tiles of a program."""
+    # dQ takes a third sum and its addresses, hence 240 registers a thread instead of 232.
     set_registers(tile.warpgroups, producer=False, most=dq is not None)
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
-    # Operands from memory are waited for between products: turns would only wait for each other.
+    # With operands from memory there are waits between products, and turns would only add to them.
     on = tile.ping_pong and not problem.sizes.from_memory
     ping_pong = PingPong(tile.warpgroups, me, on=on, held=tile.held)
     ping_pong.start()
@@ -153,7 +154,7 @@ def _consume(
 
 
 def _differentiate(dk: Ref, dv: Ref, keys: Keys) -> None:
-    """One tile: mainloop and epilogue."""
+    """Computes one tile: its mainloop and its epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
     keys = keys._replace(ids=key_operands.KeyIds.of(keys.segments, work.batch, keys.key))
     shared.keys.consumer_wait(keys.tiles)

@@ -1,8 +1,8 @@
-"""The mainloop of dK and dV: 64 keys of a consumer, over the queries that see them.
+"""The mainloop of dK and dV: takes 64 keys of a consumer over the queries that see them.
 
-A step has four products, or five with a part of dQ. Which of them share a turn of the ping-pong,
-and which is started when, is what `BackwardTile.held` and `overlap_steps` say. FlashAttention-3's
-backward pass has the same products in one kernel, dQ included (`dq_accumulator`).
+A step has four products, or five with a part of dQ. `BackwardTile.held` and `overlap_steps` decide
+which of them share a turn of the ping-pong, and when each of them is started. The backward pass of
+FlashAttention-3 has the same products in one kernel, dQ included (`dq_accumulator`).
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ class Keys(NamedTuple):
     """64 keys of a consumer warpgroup.
 
     Attributes:
-      problem, tile, shared: of the kernel.
-      ping_pong: with the other consumers.
-      me: the consumer.
-      tiles: what the program has done before.
+      problem, tile, shared: the kernel's problem, tile and shared memory.
+      ping_pong: the ping-pong with the other consumers.
+      me: the index of the consumer.
+      tiles: how many the program has done before.
       steps: the query steps.
       key: the first key.
       work: the program's tile.
-      dq: what adds to dQ, if it is summed here.
-      segments: of the kernel, where ids hide keys.
-      ids: of the keys, once the tile has begun.
+      dq: the accumulator of dQ, if dQ is summed here.
+      segments: the kernel's ids, if ids hide keys.
+      ids: the ids of the keys, once the tile has begun.
     """
 
     problem: Problem
@@ -66,7 +66,7 @@ class Keys(NamedTuple):
 
 
 def mainloop(keys: Keys) -> tuple[Array, ...]:
-    """Σ dSᵀ q and Σ Pᵀ dO."""
+    """Returns Σ dSᵀ q and Σ Pᵀ dO over all steps."""
     problem = keys.problem
     sums = (accumulator(ROWS, problem.head_size),) * 2
     if problem.rounds_products:
@@ -80,8 +80,8 @@ def _run(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Array, ...]:
     end = keys.end
     if keys.dq is not None:
         pl.when(end > 0)(lambda: _wait_for_queries(jnp.int32(0), keys))
-    # A held turn begins before the first step: whoever has it starts the products that end a step
-    # and those that begin the next with nobody's in between.
+    # A held turn begins before the first step. Its holder starts the products that end a step and
+    # those that begin the next, with no other consumer's products in between.
     keys.ping_pong.enter()
     lax.fori_loop(0, end, lambda t, _: _step(t, dk, dv, keys), None)
     keys.ping_pong.leave()
@@ -91,7 +91,7 @@ def _run(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Array, ...]:
 
 
 def _run_overlapped(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Array, ...]:
-    """The products that end a step start in the same turn as those that begin the next."""
+    """Runs all steps. Products that end a step start in the same turn as those of the next."""
     end = keys.end
 
     def step(t: Array, before: tuple[Array, Array] | None) -> tuple[Array, Array]:
@@ -101,7 +101,7 @@ def _run_overlapped(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Ar
     def add(t: Array, probs: Array, ds: Array) -> None:
         _begin_sums(dk, dv, probs, ds, t, keys)
 
-    # dSᵀ and Pᵀ of a step are carried to the next, rounded: half the registers of float32.
+    # Pᵀ and dSᵀ are carried to the next step after rounding, in half the registers of float32.
     def run() -> None:
         operands = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
         add(end - 1, *operands)
@@ -117,7 +117,7 @@ def _loaded(dk: Accumulator, dv: Accumulator) -> tuple[Array, ...]:
 
 
 def _long_steps(sums: tuple[Accumulator, ...], keys: Keys) -> tuple[Array, ...]:
-    """The same where what a long step adds is rounded (`published`): a sum of its own for each."""
+    """Returns Σ dSᵀ q and Σ Pᵀ dO, where each long step has its own, rounded sum (`published`)."""
     problem, step, steps = keys.problem, keys.tile.step, keys.steps
     begin, end = steps.begin, steps.begin + steps.length
     before, last = problem.long_steps(step, end, begin)
@@ -151,7 +151,7 @@ def _step(t: Array, dk: Accumulator, dv: Accumulator, keys: Keys) -> None:
         ping_pong.wait_to_end()
         begin_sums()
     else:
-        # Through shared memory: the other consumer multiplies these dSᵀ with its part of k, too.
+        # dSᵀ goes through shared memory, because the other consumer needs it for its block of dQ.
         dq.write(ds, t)
         ping_pong.wait_to_end()
         _add_to_dq(dq, t, begin_sums, keys)
@@ -163,9 +163,10 @@ def _step(t: Array, dk: Accumulator, dv: Accumulator, keys: Keys) -> None:
 def _factors_of_ds(
     t: Array, keys: Keys, end_step: Callable[[], None] | None = None
 ) -> tuple[Array, Array, Array]:
-    """Pᵀ of the t-th step, and two factors of dSᵀ: Pᵀ and (dP − δ)ᵀ; none rounded.
+    """Returns Pᵀ of the t-th step, and the two factors of dSᵀ: Pᵀ and (dP − δ)ᵀ.
 
-    Pᵀ as a factor is behind a soft cap; (dP − δ)ᵀ is times scale, if not last.
+    With a soft cap the first Pᵀ is already rounded, and the second is multiplied by the derivative
+    of the cap. Otherwise neither is rounded. (dP − δ)ᵀ is multiplied by scale unless `scales_last`.
 
     end_step: starts the products of the step before, if `overlap_steps`.
     """
@@ -176,18 +177,18 @@ def _factors_of_ds(
     row = step * tile.step
     me, key = keys.me, keys.key
     if keys.dq is not None or problem.saves_inverse_l or problem.computes_places:
-        # Otherwise descriptors and the places of scores are kept in registers, and others spilled.
+        # Otherwise descriptors and indices of scores are kept in registers, and others are spilled.
         me, key = (x + unknown_zero(n) for x in (me, key))
     k, v = (keys.shared.keys.get(keys.tiles, me, buffer=b) for b in (0, 1))
     if keys.dq is None:
         q.consumer_wait(n)
-        if tile.overlap_steps:  # in a turn, nothing is to come between products
+        if tile.overlap_steps:  # within a turn nothing may come between products
             do.consumer_wait(n)
         ping_pong.wait_to_begin()
-    if end_step is not None:  # before S: after it, registers do not suffice (76 % slower)
+    if end_step is not None:  # before S, because registers do not suffice after it (76 % slower)
         end_step()
     s = begin_product(k, q.get(n), interpret=interpret)
-    if end_step is not None:  # dP takes the registers of what it multiplies
+    if end_step is not None:  # dP takes the registers of the operands of `end_step`
         plgpu.wgmma_wait(1)
         _release(t - 1, keys)
     if keys.dq is None and not tile.overlap_steps:
@@ -197,7 +198,8 @@ def _factors_of_ds(
     # At head size 128 there are no registers for P, the derivative of the cap and dP at once.
     is_later = caps and problem.head_size > ROWS
     dp = None if is_later else begin_dp()
-    # Passed on when products are started: passed on when done, it was slower forward.
+    # The turn passes on when the products are started. In the forward pass it was slower to pass it
+    # on when they were done.
     ping_pong.arrive()
     plgpu.wgmma_wait(0 if is_later else 1)  # for S alone: dP is multiplied beside the exponentials
     s = problem.capped(s)
@@ -217,19 +219,19 @@ def _factors_of_ds(
 def _rounded(
     probs: Array, factor: Array, shifted_dp: Array, problem: Problem
 ) -> tuple[Array, Array]:
-    """Pᵀ and dSᵀ, rounded."""
+    """Returns Pᵀ and dSᵀ, rounded."""
     return probs.astype(problem.dtype), (factor * shifted_dp).astype(problem.dtype)
 
 
 def _begin_sums(
     dk: Accumulator, dv: Accumulator, probs: Array, ds: Array, t: Array, keys: Keys
 ) -> None:
-    """Starts Pᵀ dO and dSᵀ q of step t; with `delta='after_cast'` Pᵀ of −λ q, which dK takes."""
+    """Starts Pᵀ dO and dSᵀ q of step t, and with `delta='after_cast'` Pᵀ (−λ q), a part of dK."""
     n, shared = keys.steps.first + t, keys.shared
     memory = None if shared.operand is None else shared.operand.at[keys.me]
-    # Pᵀ and dSᵀ are left operands as they come from Sᵀ and dPᵀ, in registers; q and dO are read
-    # untransposed by one product and transposed by another, which descriptors do for nothing.
-    # dV started before dP is waited for was 1 to 5 % slower: 80 bytes of registers were spilled.
+    # Pᵀ and dSᵀ, formed from Sᵀ and dPᵀ in registers, serve as left operands unchanged. One product
+    # reads q and dO as they are and another reads them transposed; descriptors do that for free.
+    # It was 1 to 5 % slower to start dV before the wait for dP: 80 bytes of registers were spilled.
     left = as_operand(probs, memory)
     plgpu.wgmma(dv, left, shared.do.get(n))
     if keys.problem.corrects_after_cast:
@@ -240,25 +242,25 @@ def _begin_sums(
 
 
 def _release(t: Array, keys: Keys) -> None:
-    """q and dO of step t are needed no more."""
+    """Releases q and dO of step t."""
     for pipeline in (keys.shared.do, keys.shared.q):
         pipeline.consumer_release(keys.steps.first + t)
 
 
 def _wait_for_queries(t: Array, keys: Keys) -> None:
-    """Until q and dO of step t are there.
+    """Waits until q and dO of step t are there.
 
-    With dQ, a step before they are needed, while products run: nothing but these is between the
-    products that end a step and those that begin the next.
+    With dQ this happens a step early, while the products that end a step run, so that the products
+    that begin the next step can start right after them.
     """
     for pipeline in (keys.shared.q, keys.shared.do):
         pipeline.consumer_wait(keys.steps.first + t)
 
 
 def _add_to_dq(dq: DqAccumulator, t: Array, begin_sums: Callable[[], None], keys: Keys) -> None:
-    """Adds what step t − 1 gives to dQ while the products that `begin_sums` starts run.
+    """Adds the part of step t − 1 to dQ while the products that `begin_sums` starts run.
 
-    A step late, nobody waits for the dSᵀ of the other consumer: it has long been written.
+    A step late, no consumer has to wait for the other's dSᵀ, which has long been written.
     FlashAttention-3 multiplies dQ in the step itself, between two barriers.
     """
     before = t - 1
@@ -268,7 +270,7 @@ def _add_to_dq(dq: DqAccumulator, t: Array, begin_sums: Callable[[], None], keys
             zero = unknown_zero(keys.steps.first + t)
             dq.multiply(total, before, partial(keys.shared.keys.get, keys.tiles), zero)
             begin_sums()
-            # It is done when no more products are under way than those of `begin_sums`.
+            # The product is done when only the two products of `begin_sums` are under way.
             found = plgpu.wgmma_accumulator_load(total, wait_n=2)
             dq.release(before)
             dq.add(found, _place_in_dq(before, keys))
@@ -284,7 +286,7 @@ def _add_to_dq(dq: DqAccumulator, t: Array, begin_sums: Callable[[], None], keys
 
 
 def _add_last_to_dq(dq: DqAccumulator, end: Array, keys: Keys) -> None:
-    """Adds what the last step gives to dQ; nobody reads k for it any more."""
+    """Adds the last step's part to dQ, and waits until nobody reads k for dQ any more."""
     last = end - 1
 
     def add() -> None:
@@ -305,6 +307,6 @@ def _add_last_to_dq(dq: DqAccumulator, end: Array, keys: Keys) -> None:
 
 
 def _place_in_dq(t: Array, keys: Keys) -> tuple[Array, ...]:
-    """See `DqAccumulator.add`."""
+    """The `place` of step t for `DqAccumulator.add`."""
     head, step = keys.steps.of(t, keys.work.head, keys.problem.group)
     return keys.work.batch, step * keys.tile.step, head, keys.work.block

@@ -1,4 +1,4 @@
-"""What the kernels of dK and dV share: their arrays, their memory, the numbers of 64 keys."""
+"""What the dK and dV kernels share: arrays, shared memory, and Pᵀ and dPᵀ of 64 keys."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,11 +24,18 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class KeyInputs(NamedTuple):
-    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`].
+    """The inputs of the dK and dV kernels: arrays outside of a kernel, references inside.
 
-    Arrays outside of the kernel, references inside. `inverse_l`, of `vector_rows`, is a factor of P
-    where it is saved apart; `correction` that of `query_operands.Gradients`; `segments`: where ids
-    hide keys.
+    Vectors are [B, N, `vector_rows`].
+
+    Attributes:
+      q, k, v: the three arrays; each of them is the packed array, if there is one.
+      do: dO.
+      offset: what the exponent of P adds.
+      dp_offset: what dS adds to dP.
+      inverse_l: 1 / l, a factor of P, if it is saved.
+      correction: what corrects dK, see `query_operands.Gradients`.
+      segments: the ids, if ids hide keys.
     """
 
     q: Ref
@@ -43,14 +50,14 @@ class KeyInputs(NamedTuple):
 
 
 class KeyMemory(NamedTuple):
-    """Shared memory.
+    """Shared memory of the dK and dV kernels.
 
     Attributes:
-      keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
-      q, do: pipelines of q and of dO, each with its offsets as a second buffer; `vectors_of_q` are
-        in q's, and what corrects dK is a third buffer of dO's.
-      operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
-      dq: of a `DqAccumulator`, if dQ is summed here.
+      keys: the pipeline of k and v, which are its two buffers. dK and dV leave through them.
+      q, do: the pipelines of q and of dO. The second buffer of each holds vectors: `vectors_of_q`,
+        or `dp_offset`. What corrects dK is a third buffer of dO's pipeline.
+      operand: Pᵀ and dSᵀ of every consumer, if products take them from memory (`from_memory`).
+      dq: the memory of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
     """
 
@@ -63,9 +70,9 @@ class KeyMemory(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps of a key tile: queries begin ... begin + length − 1, for every head of a group.
+    """Steps of a key tile: query steps begin ... begin + length − 1, for every head of a group.
 
-    `first` counts the steps that the program has done before.
+    `first` is the number of steps that the program has done before.
     """
 
     first: Array
@@ -73,14 +80,14 @@ class Steps(NamedTuple):
     length: Array
 
     def of(self, t: Array, kv_head: Array, group: int) -> tuple[Array, Array]:
-        """Query head and step of the t-th."""
+        """The query head and the query step of the tile's t-th step."""
         if group == 1:
             return kv_head, self.begin + t
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
 class KeyIds(NamedTuple):
-    """Of 64 keys: their ids, and the query steps clear ... full − 1, which have no others."""
+    """The ids of 64 keys, and the query steps clear ... full − 1, which have no other ids."""
 
     of_keys: Array
     clear: Array
@@ -88,14 +95,14 @@ class KeyIds(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments | None, batch: Array, key: Array) -> "KeyIds | None":
-        """Those of the keys from `key` on, if there are any."""
+        """The ids of the keys from `key` on, or None if no ids hide keys."""
         if segments is None:
             return None
         ids = ids_of_block(segments.keys, batch, key)
         return cls(ids, *segments.alike(batch, key))
 
     def hide(self, step: Array) -> Array:
-        """Whether some pair of a step's may have two."""
+        """Whether a key and a row of a step may have different ids."""
         return (step < self.clear) | (step >= self.full)
 
 
@@ -103,10 +110,10 @@ OFFSET, CORRECTION = 1, 2  # buffers of the pipelines of q and of dO beside the 
 
 
 def vectors_of_q(problem: Problem) -> list[str]:
-    """Numbers of a step's rows in q's second buffer, in this order.
+    """The names of the vectors of a step's rows in the second buffer of q's pipeline, in order.
 
-    Where there are ids, those of dO's are among them: every buffer begins at a multiple of 1,024
-    bytes, and head size 256 has room for two.
+    If there are ids, the vector of dO's pipeline is among them: every buffer begins at a multiple
+    of 1,024 bytes, and head size 256 has room for two.
     """
     there = {
         "offset": True,
@@ -118,7 +125,7 @@ def vectors_of_q(problem: Problem) -> list[str]:
 
 
 def place_of(name: str, problem: Problem) -> tuple[int, ...]:
-    """Where a vector is in the second buffer of q or dO; the only one is all of it."""
+    """The index of a vector in the second buffer of q or dO; () if it is the only one there."""
     names = vectors_of_q(problem)
     return (names.index(name),) if name in names and len(names) > 1 else ()
 
@@ -131,7 +138,7 @@ def steps_of(
     first: Array,
     segments: Segments | None,
 ) -> Steps:
-    """The steps of the tile that begins with a key, none if there is no tile."""
+    """The steps of the tile that begins at `key`; no steps if that tile does not exist."""
     begin, end = problem.query_steps(key, work.batch, tile, segments)
     return Steps(first, begin, jnp.where(work.is_valid, end - begin, 0))
 
@@ -143,13 +150,13 @@ def each_tile(
     segments: Segments | None,
     begin: Callable[[WorkTile, Array, Array, Steps], Callable[[], None]],
 ) -> Array:
-    """Does what `begin` returns for every tile of a program; how many steps they have.
+    """Does what `begin` returns for every tile of a program. Returns how many steps they have.
 
     Args:
-      program: of the grid. Asked for by the caller, before the ping-pong starts: what is asked
-        for when changes how the assembler allots registers.
-      problem, tile, segments: of the kernel.
-      begin: takes the tile, how many the program has done before, the first key, and its steps.
+      program: its index in the grid. The caller asks for it before the ping-pong starts, because
+        the order of such instructions changes how the assembler allots registers.
+      problem, tile, segments: the kernel's problem, tile and ids.
+      begin: takes the tile, how many the program has done before, its first key, and its steps.
     """
     scheduler = problem.by_key(tile)
 
@@ -175,9 +182,9 @@ def probs(
     problem: Problem,
     ids: KeyIds | None = None,
 ) -> Array:
-    """Pᵀ, not rounded, of scores [64, step] of the keys and rows from `key` and `row` on.
+    """Returns Pᵀ, unrounded, from scores [64, step] of the keys from `key`, the rows from `row`.
 
-    The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the rows' ids.
+    The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the ids of the rows.
     """
 
     def vector(name: str) -> Ref:
@@ -187,8 +194,8 @@ def probs(
     if problem.whole_max:
         log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
     else:
-        # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
-        # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
+        # P comes from lse rather than from a new softmax: one multiply-add and one exponential
+        # (FlashAttention-2, Algorithm 2). The forward kernel has formed lse·log2(e) once.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
     hides = problem.hides_from_queries(key, row, s.shape[1])
     if ids is not None:
@@ -211,7 +218,7 @@ def probs(
 def shifted_dp(dp: Array, do: Pipeline, n: Array, problem: Problem) -> Array:
     """(dP − δ)ᵀ, times scale unless `scales_last`; the n-th filling of dO's pipeline has −δ."""
     dp = problem.rounded(dp)
-    # A power of two commutes with the rounding of dS: then dK is scaled once, as a sum.
+    # A power of two commutes with the rounding of dS. With such a scale dK is scaled once summed.
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)
     offset = do.get(n, *place_of("dp_offset", problem), buffer=OFFSET)
@@ -219,11 +226,11 @@ def shifted_dp(dp: Array, do: Pipeline, n: Array, problem: Problem) -> Array:
 
 
 def epilogue(copies: list[tuple[Ref, Ref]]) -> None:
-    """What has been written to memory goes to parts of arrays: (memory, part) each.
+    """Copies shared memory to parts of arrays, for every (memory, part).
 
-    Memory may be filled anew afterwards.
+    The memory may be filled anew afterwards.
     """
-    # Waited for here: the pipeline's memory is released to the next k and v.
+    # The wait is needed because the memory is next released to the producer, for k and v.
     plgpu.commit_smem()
     for memory, part in copies:
         plgpu.copy_smem_to_gmem(memory, part)

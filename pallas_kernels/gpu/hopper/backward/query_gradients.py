@@ -1,11 +1,14 @@
-"""The kernel of dQ, and of δ, which that of dK and dV reads.
+"""The kernel of dQ and δ; the dK and dV kernel reads δ.
 
-A consumer warpgroup owns 64 query rows and steps over the keys that they see. Rows have a program
-each and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on
-every run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. For
-`delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end;
-where a warpgroup has no registers for both, two share 64 rows: `cooperative_query_gradients`. For
-'after_cast' it is the same, of dS and P as rounded, and −λ q leaves as well: dK takes Pᵀ of it.
+A consumer warpgroup owns 64 query rows and steps over the keys that they see. Programs own query
+rows here, and keys in the dK and dV kernel, so every sum is taken in a fixed order, without atomics
+and with the same bits on every run. The arithmetic follows `lowprec_attn.arithmetic.backward` with
+P and dS rounded.
+
+With `delta='normalized'` the kernel also sums dS, P and P k over the keys, and corrects dQ by Σ P k
+in the end. If a warpgroup has no registers for both dQ and Σ P k, two warpgroups share 64 rows
+(`cooperative_query_gradients`). With `delta='after_cast'` the sums are of the rounded dS and P, and
+the kernel also stores −λ q, whose product with Pᵀ corrects dK.
 """
 
 from functools import partial
@@ -52,10 +55,11 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
-    """dQ, and what dS adds to dP, [B, N, T], of `vector_rows`: −δ + dlse, times scale unless
-    `scales_last`; with `delta='after_cast'` −δ₀, and what corrects dK, see `Gradients`.
+    """Returns dQ, what dS adds to dP, and with `delta='after_cast'` what corrects dK.
 
-    Of a packed array, dQ is the first plane of an array like it; the others are not written.
+    See `Gradients`. dS adds −δ + dlse to dP, times scale unless `scales_last`; with
+    `delta='after_cast'` it adds −δ₀ instead. For a packed array, dQ is plane 0 of an array like it,
+    whose other planes are not written.
     """
     tile = problem.sizes.query_gradients
     if x.segments is not None:
@@ -87,8 +91,8 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     """The scratch types."""
     consumers, own = tile.warpgroups, tile.owned // ROWS
     rows = (tile.owned_stages, own, ROWS, problem.head_size)
-    # O comes with q and dO, for δ: FlashAttention-3 has a kernel of its own before, for δ alone. At
-    # head size 256 it has no place, and goes from memory to registers.
+    # O is loaded with q and dO, for δ. FlashAttention-3 computes δ in a separate kernel before. At
+    # head size 256 there is no room for O, which then goes from global memory to registers.
     loaded = [problem.dtype, problem.dtype]
     if not problem.is_wide:
         loaded += [o.dtype for o in (x.o, x.o_low) if o is not None]
@@ -99,7 +103,7 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     of_k, delta = [k], vectors_of((own, ROWS))
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
-        # Every buffer begins at a multiple of 1,024 bytes: beside ids there is no room for both.
+        # Every buffer begins at a multiple of 1,024 bytes, so ids leave no room for delta.
         delta = None
     operand: Scratch = None
     if problem.sizes.from_memory:
@@ -113,7 +117,7 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
             consumers=consumers,
         ),
         k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
-        # Of two cooperative consumers one alone reads v.
+        # Only one of two cooperative consumers reads v.
         v=Pipeline.types(
             tile.stages_of_v, [v], copies=1, consumers=1 if tile.cooperative else consumers
         ),
@@ -147,7 +151,7 @@ def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) ->
 def _consume(
     x: QueryInputs, out: Gradients, shared: QueryMemory, problem: Problem, tile: BackwardTile
 ) -> None:
-    """All tiles of a program, by one of its consumers."""
+    """Computes one consumer's rows of all tiles of a program."""
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
@@ -166,7 +170,7 @@ def _consume(
         def differentiate() -> None:
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
             shared.rows.consumer_wait(tiles)
-            # Before the mainloop, once a row: in the loop it would be read anew in every step.
+            # Once a row, before the mainloop: in the loop it would be read anew in every step.
             of_dp = -delta(x, shared.rows, tiles, me, work, row, problem)
             if not problem.scales_last:
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
@@ -187,7 +191,7 @@ def _consume(
                 if problem.normalizes_delta:
                     rows = rows._replace(of_dp=of_dp - lacks)
                 total = total - along_rows(lacks, total.shape) * pk
-            # The kernel of dK and dV reads it, so that kernels run one after the other.
+            # The dK and dV kernel reads it, so that kernel runs after this one.
             if shared.delta is not None:
                 shared.delta[me] = rows.of_dp
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
@@ -217,7 +221,7 @@ def _epilogue(
     correction = None
     if problem.corrects_after_cast:
         assert lacks is not None
-        # Through the memory of dO, which this warpgroup needs no more.
+        # It leaves through the memory of dO, which this warpgroup no longer needs.
         correction = shared.rows.get(rows.tiles, me, buffer=DO)
         correction[...] = correction_of_dk(load(memory, TILE), lacks, problem)
     memory[...] = total.astype(problem.dtype)

@@ -1,4 +1,4 @@
-"""The mainloop of dQ: 64 query rows of a consumer, over the keys that they see."""
+"""The dQ mainloop: takes 64 query rows of a consumer over the keys that they see."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,15 +26,16 @@ class BackwardRows(NamedTuple):
     """64 query rows of a consumer warpgroup.
 
     Attributes:
-      problem, tile, shared: of the kernel.
-      ping_pong: with the other consumers.
-      me: the consumer.
-      tiles, steps: what the program has done before.
+      problem, tile, shared: the kernel's problem, tile and shared memory.
+      ping_pong: the ping-pong with the other consumers.
+      me: the index of the consumer.
+      tiles, steps: how many the program has done before.
       row: the first row.
-      keys: the steps that they visit.
-      offset, of_dp: [64], what the exponent of P and dS add.
-      inverse_l: [64], 1 / l, a factor of P where it is saved apart.
-      ids: [64], of the rows, if there are any.
+      keys: the key steps that the rows visit.
+      offset: what the exponent of P adds [64].
+      of_dp: what dS adds to dP [64].
+      inverse_l: 1 / l [64], a factor of P, if it is saved.
+      ids: the ids of the rows [64], if there are any.
     """
 
     problem: Problem
@@ -52,15 +53,16 @@ class BackwardRows(NamedTuple):
     ids: Array | None = None
 
 
-# Σ dS and Σ P of a row, in parts, where they are summed; otherwise nothing.
+# Σ dS and Σ P of every row, in parts, if rows are summed; otherwise empty.
 _Sums = tuple[Array, ...]
 
 
 def mainloop(rows: BackwardRows) -> tuple[Array, ...]:
-    """Σ dS k over all steps; where rows are summed Σ P k too, Σ dS and Σ P [64]."""
+    """Returns Σ dS k over all steps and, if rows are summed, Σ P k, and Σ dS and Σ P [64]."""
     problem, end = rows.problem, rows.keys.end
     if (inverse_l := rows.inverse_l) is not None and not problem.sums_rows:
-        # dS = P̄ ∘ (dP / l − δ / l), a multiply-add an entry, as many instructions as P ∘ (dP − δ).
+        # dS = P̄ ∘ (dP / l − δ / l) has a multiply-add an entry in the place of the addition of
+        # P ∘ (dP − δ), so it takes no more instructions.
         rows = rows._replace(of_dp=rows.of_dp * inverse_l)
         if not problem.scales_last:
             inverse_l = inverse_l * np.float32(problem.spec.scale)
@@ -84,12 +86,13 @@ def _run(
 
 
 def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple[Array, ...]:
-    """dS k of a step starts in the same turn of the ping-pong as S and dP of the next."""
+    """Runs all steps; dS k starts in the same turn of the ping-pong as the next S and dP."""
 
-    # Nothing but addresses is between the products of two steps: 94 % of the product rate at head
-    # size 128, where a wait between them left 81 %. It is slower at head size 64, where the softmax
-    # takes longer than the products (17 to 22 %); in two stages (41 %); with two sums, for the
-    # assembler waits by itself (67 to 92 %, its remark C7514): hopper/backward_15_h200.ndjson.
+    # Only address arithmetic comes between the products of two steps. That gives 94 % of the
+    # product rate at head size 128, where a wait between them left 81 %. It is slower at head size
+    # 64, where the softmax takes longer than the products (17 to 22 %), in two stages (41 %), and
+    # with two sums, because the assembler then inserts waits (67 to 92 %, its remark C7514):
+    # hopper/backward_15_h200.ndjson.
     def step(t: Array, before: Array | None) -> Array:
         end_step = None if before is None else partial(add, t - 1, before)
         return _ds(*_probs_and_dp(t, rows, end_step), rows).astype(rows.problem.dtype)
@@ -105,7 +108,7 @@ def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple
 
 
 def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: BackwardRows) -> Array:
-    """The same where what a long step adds is rounded (`published`): a sum of its own for each."""
+    """Returns Σ dS k, where each long step has a sum of its own, which is rounded (`published`)."""
     problem, step = rows.problem, rows.tile.step
 
     def product(first: Array, last: Array, dq: Accumulator) -> Array:
@@ -139,7 +142,8 @@ def _step(
         r, s = sums
         of_ds, of_p = (summed(x, problem) for x in (ds, probs))
         sums = r + by_lane(jnp.add, of_ds), s + by_lane(jnp.add, of_p)
-    # Held, the turn goes on to S and dP of the next step; otherwise this returns at once.
+    # A held turn goes on until S and dP of the next step are started. Otherwise this returns at
+    # once.
     rows.ping_pong.wait_to_end()
     _begin_sum(dq, ds.astype(dtype), n, rows)
     plgpu.wgmma_wait(0)
@@ -150,15 +154,15 @@ def _step(
 def _probs_and_dp(
     t: Array, rows: BackwardRows, end_step: Callable[[], None] | None = None
 ) -> tuple[Array, Array]:
-    """P and dP of step t, not rounded.
+    """Returns P of step t, unrounded, and dP, which is rounded only if `rounds_products`.
 
     end_step: starts dS k of the step before, if `overlap_steps`.
     """
     problem, shared = rows.problem, rows.shared
     n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
     if problem.is_wide or problem.corrects_after_cast:
-        # No registers are left for what a step can compute anew: kept, descriptors and the places
-        # of scores spilled 616 bytes.
+        # There are no registers left to keep what a step can recompute: keeping descriptors and the
+        # indices of scores spilled 616 bytes.
         zero = opaque_zero(n, interpret=interpret)
         me, row = me + zero, row + zero
     q, do = (shared.rows.get(rows.tiles, me, buffer=buffer) for buffer in (Q, DO))
@@ -170,8 +174,8 @@ def _probs_and_dp(
     shared.v.consumer_wait(n)
     dp = begin_product(do, shared.v.get(n), interpret=interpret)
     rows.ping_pong.arrive()
-    # For S alone: dP is multiplied beside the exponentials. A branch that is never taken, which
-    # keeps some of them before the wait for dP, made it 2 to 9 % slower.
+    # Waits for S alone, so that dP is multiplied beside the exponentials. A branch that is never
+    # taken, to keep some of them before the wait for dP, made this 2 to 9 % slower.
     plgpu.wgmma_wait(1)
     if end_step is not None:
         shared.k.consumer_release(n - 1)
@@ -185,18 +189,18 @@ def _probs_and_dp(
 
 
 def _ds(probs: Array, dp: Array, rows: BackwardRows) -> Array:
-    """dS, not rounded."""
+    """Returns dS, unrounded."""
     if rows.inverse_l is not None and not rows.problem.sums_rows:
         return probs * (
             dp * along_rows(rows.inverse_l, dp.shape) + along_rows(rows.of_dp, dp.shape)
         )
-    # A power of two commutes with the rounding of dS: then dQ is scaled once, as a sum.
+    # A power of two commutes with the rounding of dS. With such a scale dQ is scaled once summed.
     if not rows.problem.scales_last:
         dp = dp * np.float32(rows.problem.spec.scale)
     return probs * (dp + along_rows(rows.of_dp, dp.shape))
 
 
 def _begin_sum(total: Accumulator, left: Array, n: Array, rows: BackwardRows) -> None:
-    """Starts left k of the n-th step of the program."""
+    """Starts to add the product of `left` and k of the program's n-th step to `total`."""
     memory = None if rows.shared.operand is None else rows.shared.operand.at[rows.me]
     plgpu.wgmma(total, as_operand(left, memory), rows.shared.k.get(n))

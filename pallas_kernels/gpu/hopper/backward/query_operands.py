@@ -1,4 +1,4 @@
-"""What the kernels of dQ share: their arrays, their memory, and the numbers of 64 rows."""
+"""What the dQ kernels share: their arrays, their shared memory, and δ and P of 64 rows."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,12 +32,17 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class QueryInputs(NamedTuple):
-    """q, k, v (or one packed array each), dO and the O that δ sees; vectors [B, N, T].
+    """The inputs of the dQ kernels. Vectors are [B, N, T].
 
-    `offset`, of `vector_rows`, is what the exponent of P adds: −lse·log2(e), or see
-    `forward.operands.Outputs`, as for `inverse_l`, also of `vector_rows`. `dlse` is the gradient
-    of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ. `o_low` is the lower half of O, where δ
-    sees both. `segments`: where ids hide keys.
+    Attributes:
+      q, k, v: the three arrays; each of them is the packed array, if there is one.
+      do: dO.
+      o: the O that δ sees.
+      offset: what the exponent of P adds, with T = `vector_rows`; see `forward.operands.Outputs`.
+      dlse: the gradient of lse, which enters dS = P ∘ (dP − δ + dlse).
+      o_low: the lower half of O, if δ sees both halves.
+      inverse_l: 1 / l, with T = `vector_rows`, if it is saved.
+      segments: the ids, if ids hide keys.
     """
 
     q: Ref
@@ -53,10 +58,13 @@ class QueryInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dQ [B, T, N, H], or the packed array's gradient; what dS adds to dP [B, N, `vector_rows`].
+    """The outputs of the dQ kernels.
 
-    `correction` [B, T, N, H], with `delta='after_cast'`: −λ q as rounded at `ds`, whose product
-    with Pᵀ corrects dK.
+    Attributes:
+      dq: dQ [B, T, N, H], or the gradient of the packed array.
+      dp_offset: what dS adds to dP [B, N, `vector_rows`].
+      correction: with `delta='after_cast'`, −λ q [B, T, N, H] as rounded at `ds`. Its product with
+        Pᵀ corrects dK.
     """
 
     dq: Ref
@@ -65,15 +73,16 @@ class Gradients(NamedTuple):
 
 
 class QueryMemory(NamedTuple):
-    """Shared memory.
+    """Shared memory of the dQ kernels.
 
     Attributes:
-      rows: the pipeline of q, through which dQ leaves, dO and (unless `is_wide`) O, or both halves
-        of it: its buffers.
+      rows: the pipeline of what belongs to the query rows. Its buffers are q, dO and, unless
+        `is_wide`, O or both halves of O. dQ leaves through the memory of q, or through that of dO
+        if consumers are `cooperative`.
       k, v: pipelines, which may differ in their stages.
-      delta: what dS adds to dP, on its way out, for every consumer; where there are ids, it leaves
-        from registers.
-      operand: P and dS of every consumer, where products take them from memory (`from_memory`).
+      delta: what dS adds to dP, on its way out, for every consumer. None if there are ids: it then
+        leaves from registers.
+      operand: P and dS of every consumer, if products take them from memory (`from_memory`).
       probs: P on its way from one consumer to the other, if they are `cooperative`.
     """
 
@@ -85,11 +94,11 @@ class QueryMemory(NamedTuple):
     probs: Exchange
 
 
-Q, DO, O, O_LOW = range(4)  # buffers of the pipeline of rows, in which they are loaded
+Q, DO, O, O_LOW = range(4)  # buffers of the pipeline of rows
 
 
 def of_rows(vectors: Ref, work: WorkTile, row: Array) -> Array:
-    """The numbers [64] of the rows from `row` on; beyond the last row those of the last ones."""
+    """Loads the numbers [64] of the rows from `row` on, or of the last 64 if these lie beyond."""
     inside = pl.ds(jnp.minimum(row, vectors.shape[-1] - ROWS), ROWS)
     return load(vectors.at[work.batch, work.head, inside], PER_ROW, straight=False)
 
@@ -103,13 +112,13 @@ def delta(
     row: Array,
     problem: Problem,
 ) -> Array:
-    """δ [64] of rows that have come as filling `tiles` of their pipeline, at the place `me`."""
+    """Returns δ [64] of the rows that filling `tiles` of their pipeline has at place `me`."""
     if problem.is_wide:
         first = jnp.minimum(row, problem.rows - ROWS)
         halves = [o for o in (x.o, x.o_low) if o is not None]
         parts = [problem.part(o, work.batch, first, ROWS, work.head) for o in halves]
         return _delta_of_pieces(parts, rows.get(tiles, me, buffer=DO))
-    # Products of float32, as `lowprec_attn.arithmetic.backward` has them.
+    # The products are float32, as in `lowprec_attn.arithmetic.backward`.
     of_o, of_do = (
         load(rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32) for buffer in (O, DO)
     )
@@ -119,11 +128,11 @@ def delta(
 
 
 def _delta_of_pieces(halves: list[Ref], do: Ref) -> Array:
-    """δ [64] of O in global and dO in shared memory, of which registers have no room for all.
+    """Returns δ [64] from O in global and dO in shared memory, 64 columns at a time.
 
-    halves: O, or references whose sum it is.
+    Registers have no room for all columns. halves: O, or the two arrays whose sum it is.
     """
-    # O straight from global memory, where the four threads of a row read 32 bytes together.
+    # O comes straight from global memory: the four threads of a row read 32 bytes together.
     total = constant((ROWS, LANES), 0, TILE)
     for column in range(0, do.shape[1], ROWS):
         piece = (slice(None), pl.ds(column, ROWS))
@@ -135,26 +144,26 @@ def _delta_of_pieces(halves: list[Ref], do: Ref) -> Array:
 
 
 def summed(x: Array, problem: Problem) -> Array:
-    """The dS or P whose rows are summed: as rounded, with `delta='after_cast'`."""
+    """The dS or P whose rows are summed: rounded with `delta='after_cast'`, otherwise not."""
     if not problem.corrects_after_cast:
         return x
     return unpacked(x.astype(problem.dtype), interpret=problem.sizes.interpret)
 
 
 def lacks_of(r: Array, s: Array, dlse: Array, problem: Problem) -> Array:
-    """What δ₀ lacks, in the units of dS: r / s of Σ dS and Σ P [64], and −dlse beside it.
+    """Returns what δ₀ lacks, in the units of dS: r / s − dlse, with r = Σ dS and s = Σ P [64].
 
-    With `delta='after_cast'` it is λ, of the sums of dS and P as rounded.
+    With `delta='after_cast'` it is λ, from the sums of the rounded dS and P.
     """
     if problem.corrects_after_cast:
-        # Of a row that sees nothing, dlse may be anything.
+        # dlse of a row that sees no key may be anything.
         dlse = jnp.where(s == 0, np.float32(0), dlse)
     return row_shift(r, s) - dlse
 
 
 def correction_of_dk(q: Array, after: Array, problem: Problem) -> Array:
-    """−λ q as rounded at `ds`, of q [64, H] and λ [64]."""
-    # The sign here: products add.
+    """Returns −λ q as rounded at `ds`, from q [64, H] and λ [64]."""
+    # The sign is taken here, because products only add.
     return (q.astype(jnp.float32) * along_rows(-after, q.shape)).astype(problem.dtype)
 
 
@@ -167,26 +176,25 @@ def probs(
     problem: Problem,
     same_ids: Callable[[], Array] | None = None,
 ) -> Array:
-    """P, not rounded, of q kᵀ [64, step] of the t-th of the steps that the rows visit.
+    """Returns P, unrounded, from q kᵀ [64, step] of the t-th step that the rows visit.
 
-    Behind a soft cap it is P times the cap's derivative, the factor of dS.
-
-    Where l is saved apart it is P̄, as `recomputed_probs` says.
+    With a soft cap it is P times the cap's derivative, which is a factor of dS. If 1 / l is saved,
+    it is P̄ instead of P, rounded or not as `recomputed_probs` says.
 
     Args:
       s: q kᵀ.
       offset: what the exponent adds [64].
-      row: the first one.
-      t, keys: of the steps.
-      problem: of the kernel.
-      same_ids: which pairs have one id, where there are any.
+      row: the first row.
+      t, keys: the step, and the steps that the rows visit.
+      problem: the kernel's problem.
+      same_ids: returns which pairs share an id, if there are ids.
     """
     s = problem.capped(s)
     if problem.whole_max:
         interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
         log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
     else:
-        # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
+        # P comes from lse, as in FlashAttention-2's Algorithm 2, so no maximum is taken again.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     step = s.shape[1]
     if problem.masks_steps(step):

@@ -1,1 +1,1 @@
-"""The forward pass: `kernel` is run, `mainloop`, `softmax` and `epilogue` are its parts."""
+"""The forward pass: `kernel` runs it; `mainloop`, `softmax` and `epilogue` are its parts."""

@@ -1,4 +1,4 @@
-"""The epilogue of the forward kernel: Ō / l and lse, and their way to global memory."""
+"""The epilogue of the forward kernel: forms Ō / l and lse and stores them to global memory."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,39 +29,39 @@ def epilogue(
 ) -> None:
     """Divides by l, rounds O and starts the copies of O and lse.
 
-    A row whose scores are all −inf has O = 0, lse = −inf and, backward, P = 0, as one that sees
-    no key.
+    A row whose scores are all −inf is treated like a row that sees no key: O = 0, lse = −inf and,
+    in the backward pass, P = 0.
 
     Args:
-      out: the arrays.
-      rows, softmax: of a tile after its last step.
+      out: the output arrays.
+      rows, softmax: 64 rows of a tile, and their softmax after the last step.
       acc: Ō [64, H].
-      auxiliary: Ō′ − Ō, where it is kept.
-      batch, head: of the rows.
+      auxiliary: Ō′ − Ō, if it is kept.
+      batch, head: the batch element and the head of the rows.
     """
     problem, shared, me = rows.problem, rows.shared, rows.me
     empty = softmax.m <= np.float32(MASKED)
     infinity = constant((ROWS,), np.inf, PER_ROW)
-    # The one reduction of l across the threads of a row: until here each thread has its part.
+    # The only reduction of l across the threads of a row: until here each thread has a part of l.
     l = problem.rounded(softmax.l.sum(axis=1))
     l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
     inverse_l = None
     if problem.saves_inverse_l:
-        # O takes the 1 / l that P takes: what it errs by is then the same for Σ P dP and for δ.
+        # O takes the same 1 / l as P, so that its error is the same in Σ P dP and in δ.
         inverse_l = 1 / l
 
     def divided(acc: Array) -> Array:
-        """Ō / l"""
+        """Returns acc / l."""
         if inverse_l is None:
             return acc / along_rows(l, acc.shape)
         return acc * along_rows(inverse_l, acc.shape)
 
     o = divided(acc)
     if shared.o is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before's have long left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # O of the tile before has long left
         memory = shared.o.at[me]
     else:
-        # Nobody reads q any more. FlashAttention-3 gives O the memory of V.
+        # q is no longer read, so O takes its memory. FlashAttention-3 takes the memory of V.
         memory = shared.q.get(rows.tiles, me)
     memory[...] = o.astype(problem.dtype)
     place = (batch, rows.row, ROWS, head)
@@ -95,22 +95,22 @@ def epilogue(
         largest = jnp.where(none, -infinity, largest * np.float32(problem.unit))
         part = out.max_logit.at[batch, head, pl.ds(rows.row, ROWS)]
         problem.store_from_registers(rows.row, largest, part, end=problem.vector_rows)
-    plgpu.commit_smem()  # the copy engine is to see what threads have written
+    plgpu.commit_smem()  # makes the threads' stores visible to the copy engine
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
-    # Not waited for: O is on its way while the next tile begins (`free_last_output`).
+    # There is no wait here: O leaves while the next tile begins (`free_last_output`).
     problem.store_rows(rows.row, vectors)
 
 
 def _statistics(
     out: Outputs, m: Array, l: Array, problem: Problem
 ) -> list[tuple[Ref, Array, float]]:
-    """lse and offset of rows that see a key: array, numbers [64] and a factor of each."""
+    """For lse and offset: the output, its values [64] if rows see a key, and their factor."""
     if problem.whole_max:
         lse = m + powers.log2_of(l)
         return [(out.lse, lse, LN2), (out.offset, powers.offset(m), -1.0)]
-    # In the units of m, so that no sum has two products: of those the compiler may
-    # round either, and other code around it would change the bits.
+    # lse is formed in the units of m, so that no sum has two products. The compiler may choose
+    # which of two products it rounds, so changes in other code would change the bits.
     unit, to_log2 = problem.unit, problem.log2_unit
     lse = m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
     subtracted = m if problem.saves_inverse_l else lse
@@ -121,7 +121,7 @@ def free_last_output(rows: QueryRows) -> None:
     """Waits until the O of the tile before has left the memory that the next q takes."""
 
     def release() -> None:
-        # Until memory has been read, not until O has arrived.
+        # Waits until the copy has read the memory, not until O has arrived.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rows.shared.q.consumer_release(rows.tiles - 1)
 

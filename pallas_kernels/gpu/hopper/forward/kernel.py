@@ -1,12 +1,12 @@
-"""The forward kernel: O, lse, and the O that δ sees where it is another.
+"""The forward kernel: computes O, lse and, if δ sees another O, that one too.
 
 A consumer warpgroup owns 64 query rows and steps over the keys that they see (FlashAttention-2,
-arXiv 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄
-and O rounded: Ō, m and l stay in float32 registers. Two overlaps of FlashAttention-3 (arXiv
-2407.08608) hide the softmax: consumers ping-pong (section 3.1), and P̄V of a step runs during the
-softmax of the next (`mainloop`). From its kernel's code are three more: S adds to nothing, P̄V may
-be waited for among the exponentials (`ForwardTile.early_wait`), and the longest tiles may come
-first (`longest_first`).
+arXiv 2307.08691, Algorithm 1). The arithmetic follows `lowprec_attn.arithmetic.softmax` with P̄ and
+O rounded: Ō, m and l stay in float32 registers. Two overlaps of FlashAttention-3 (arXiv 2407.08608)
+hide the softmax: consumers ping-pong (section 3.1), and P̄V of a step runs during the softmax of the
+next (`mainloop`). Three more ideas come from the code of FlashAttention-3: S is multiplied without
+first zeroing its accumulator, the wait for P̄V may come among the exponentials
+(`ForwardTile.early_wait`), and the longest tiles may come first (`longest_first`).
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, 
 from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 from pallas_kernels.gpu.hopper.segments import Segments, ids_of_block
 
-# What is carried from tile to tile: tiles and steps that are done, and what is due of the last one.
+# The carry from tile to tile: how many tiles and steps are done, and what the last tile still owes.
 _Carry = tuple[Array, Array, Due | None]
 
 
@@ -63,7 +63,7 @@ def forward(
     segments: Segments | None = None,
     start: Array | None = None,
 ) -> Outputs:
-    """Runs the kernel; q, k and v may be one packed array; see `Inputs`."""
+    """Runs the kernel. q, k and v may all be the packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -105,7 +105,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         problem.head_size,
         problem.spec.numerics.saved_dtype,
     )
-    # Consumers own 64 rows each of q: one buffer, filled by as many copies.
+    # Each consumer owns 64 rows of q. They share one buffer, filled by one copy per consumer.
     owned = tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)
     steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
     of_k = [steps]
@@ -121,7 +121,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
         v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
-        # Every buffer begins at a multiple of 1,024 bytes: beside ids there is no room for both.
+        # Every buffer begins at a multiple of 1,024 bytes, so ids leave no room for statistics.
         statistics=None if problem.has_segments else vectors_of((2, consumers, ROWS)),
         probs=probs,
         saved=saved,
@@ -156,21 +156,22 @@ def _kernel(
 def _consume(
     x: Inputs, out: Outputs, shared: ForwardMemory, problem: Problem, tile: ForwardTile
 ) -> None:
-    """All tiles of a program, by one of its consumers."""
+    """Computes one consumer's rows of all tiles of a program."""
     set_registers(tile.warpgroups, producer=False)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
     ping_pong = PingPong(tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory)
     ping_pong.start()
 
-    # P̄ that is due stays in registers; in memory (`from_memory`) the next would take its place.
+    # The P̄ that is due stays in registers. In shared memory (`from_memory`) the next P̄ would
+    # overwrite it.
     overlaps = tile.overlap_tiles and not problem.sizes.from_memory
 
     def consume_tile(u: Array, carry: _Carry) -> _Carry:
         tiles, steps, due = carry
         work = scheduler.work_tile(program, u)
-        # Steps are counted for the whole program: all consumers go through all of `last`, though
-        # the rows of one may see fewer (`keys.end`).
+        # Steps are counted for the whole program: every consumer goes through all `last` steps,
+        # although its rows may see fewer (`keys.end`).
         start = work.block * tile.owned
         visited = _, last = problem.program_steps(start, work.batch, tile, x.segments)
         row = start + me * ROWS
@@ -183,7 +184,7 @@ def _consume(
                 rows = rows._replace(ids=ids_of_block(x.segments.rows, work.batch, row))
             if x.start is not None:
                 m, l = (load(x.start.at[i, work.head], PER_ROW, straight=False) for i in (0, 1))
-                # In parts, as l is kept: a power of two of them.
+                # l is kept in LANES parts. That is a power of two, so the division is exact.
                 parts = along_rows(l * np.float32(1 / LANES), (ROWS, LANES))
                 rows = rows._replace(start=(m, parts))
             if overlaps:
@@ -191,14 +192,14 @@ def _consume(
                 softmax, acc = overlapped_mainloop(due, out, rows)
                 return Due(acc, softmax, row, work.batch, work.head)
             softmax, acc, auxiliary = mainloop(rows)
-            # JAX's own kernel has such a loop behind its mainloop, too. In long steps all consumers
-            # end together.
+            # JAX's own kernel has such a loop after its mainloop, too. With long steps all
+            # consumers end together, and there is nothing to skip.
             if not problem.rounds_products:
                 producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             epilogue(out, rows, softmax, acc, auxiliary, work.batch, work.head)
             return None
 
-        # A program's last tile need not exist: tiles do not divide by programs.
+        # A program's last tile may not exist: the tiles need not divide evenly among programs.
         due = lax.cond(work.is_valid, attend, lambda due: due, due)
         tiles = tiles + work.is_valid.astype(jnp.int32)
         steps = steps + jnp.where(work.is_valid, last, 0)

@@ -1,11 +1,13 @@
-"""The mainloop over steps of more keys than registers have room for: the 512 of `published`.
+"""The forward mainloop over steps of more keys than registers hold, such as 512 in `published`.
 
-There a step is what rounds: S, dP, P̄V of a step, the last l, and what a tile of as many queries by
-as many keys adds to a gradient. Kernels take a long step in parts, the `step` of their tiles.
+`published` rounds S, dP, P̄V of such a long step, the last l, and what a tile of that many queries
+by that many keys adds to a gradient. The kernels take a long step in parts; the `step` of their
+tiles is the size of a part.
 
-Forward, the maximum of a row has to be known before the first P̄, and S of 64 rows by 512 keys has
-256 registers in a thread. So it is multiplied twice, part by part: for the maximum, and for P̄. That
-is three products for two, and k is loaded twice, the second time from the L2 cache.
+In the forward pass the row maximum has to be known before the first P̄, but S of 64 rows by 512 keys
+would take 256 registers a thread. So S is multiplied twice, part by part: first for the maximum,
+then for P̄. That makes three products instead of two. k is loaded twice, the second time from the L2
+cache.
 """
 
 from collections.abc import Iterator
@@ -35,12 +37,12 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 
-# Ō, and the rest.
+# Ō, and the rest of the state.
 _Carry = tuple[Array, Running]
 
 
 def mainloop(rows: QueryRows) -> _Carry:
-    """Ō, m, l and the largest score after the last step."""
+    """Returns Ō after the last step, and m, l and the largest score (`Running`)."""
     problem = rows.problem
     begin, end = problem.long_steps(rows.tile.step, rows.end)
     none = constant((ROWS, problem.head_size), 0, TILE), no_key_yet(problem, has_sinks=False)
@@ -52,7 +54,7 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
     acc, (m, l, max_logit) = carry
     problem = rows.problem
     first, last = problem.parts_of_long_step(i, rows.tile.step, rows.end)
-    # k comes twice: part t as filling n + t, and again as n + (last − first) + t.
+    # k comes twice: part t is filling n + t, and again filling n + (last − first) + t.
     n = 2 * (rows.steps + first) - first
     r_m, ties = _maxima(first, last, n, rows)
 
@@ -74,7 +76,7 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
         total = lax.fori_loop(first, last, add_part, total)
         return total, plgpu.wgmma_accumulator_load(pv, wait_n=None)
 
-    # A sum of its own for each long step: it is rounded before it is added to Ō.
+    # Each long step has a sum of its own, which is rounded before it is added to Ō.
     l, pv = pl.run_scoped(values, accumulator(ROWS, problem.head_size))
     acc = along_rows(alpha, acc.shape) * acc + problem.rounded(pv)
     if max_logit is not None:
@@ -83,7 +85,10 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
 
 
 def _maxima(first: Array, last: Array, n: Array, rows: QueryRows) -> tuple[Array, Array | None]:
-    """The maxima of parts first ... last − 1, [64], and, where ties count, how many have them."""
+    """The row maxima of parts first ... last − 1, [64], and how often they occur if ties count.
+
+    The counts [64] are in units of `ONE`.
+    """
     if isinstance(rows.problem.spec.row_max, DynamicMax):
         none = constant((ROWS,), MASKED, PER_ROW)
         none_yet = none, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), PER_ROW)
@@ -110,13 +115,13 @@ def _larger_and_ties(
         of_piece = by_lane(jnp.maximum, s).max(axis=1)
         new = jnp.maximum(r, of_piece)
         near = at_least(s, along_rows(new, s.shape), interpret=interpret)
-        ties = jnp.where(of_piece > r, np.int32(0), ties)  # a new maximum begins the count anew
+        ties = jnp.where(of_piece > r, np.int32(0), ties)  # a new maximum restarts the count
         r, ties = new, ties + by_lane(jnp.add, near).sum(axis=1)
     return r, ties
 
 
 def _add_part(pv: Accumulator, t: Array, l: Array, m: Array, of_k: Array, rows: QueryRows) -> Array:
-    """l with part t; its P̄V is added to `pv`. of_k: the filling of k's pipeline."""
+    """Adds P̄V of part t to `pv` and returns l with the part's P̄. of_k: the filling of k."""
     problem, shared = rows.problem, rows.shared
     memory = None if shared.probs is None else shared.probs.at[rows.me]
     pieces = _pieces(rows.tile)
@@ -124,7 +129,7 @@ def _add_part(pv: Accumulator, t: Array, l: Array, m: Array, of_k: Array, rows: 
     found = []
     for i, s in enumerate(_scores(t, of_k, rows)):
         found.append(exponentials(s, along_rows(offset(m, problem), s.shape), problem))
-        if i < pieces - 1:  # the last piece's sum hides its P̄V, below
+        if i < pieces - 1:  # the last piece is summed below, while P̄V is multiplied
             l = l + by_lane(jnp.add, found[-1])
         _before_next_piece(i, l, rows)
     of_v = rows.steps + t
@@ -133,14 +138,14 @@ def _add_part(pv: Accumulator, t: Array, l: Array, m: Array, of_k: Array, rows: 
         place = None if memory is None else memory.at[:, pl.ds(i * keys, keys)]
         values = _piece(shared.v.get(of_v), i, rows.tile)
         plgpu.wgmma(pv, as_operand(probs.astype(problem.dtype), place), values)
-    l = l + by_lane(jnp.add, found[-1])  # meanwhile
+    l = l + by_lane(jnp.add, found[-1])  # while P̄V is multiplied
     plgpu.wgmma_wait(0)
     shared.v.consumer_release(of_v)
     return l
 
 
 def _pieces(tile: ForwardTile) -> int:
-    """Pieces of a part whose products are started apart."""
+    """How many pieces a part has; each is multiplied by a product of its own."""
     return 2 if tile.halved else 1
 
 
@@ -151,9 +156,9 @@ def _piece(ref: Ref, i: int, tile: ForwardTile) -> Ref:
 
 
 def _scores(t: Array, n: Array, rows: QueryRows) -> Iterator[Array]:
-    """S of a part, rounded, piece by piece, from the n-th filling of k's pipeline.
+    """Yields S of part t piece by piece, rounded and masked, from the n-th filling of k.
 
-    All of them are begun at first: a piece is multiplied while the one before is looked at.
+    All products are started first, so that a piece is multiplied while the one before it is used.
     """
     shared, tile, problem = rows.shared, rows.tile, rows.problem
     pieces, interpret = _pieces(tile), problem.sizes.interpret
@@ -168,6 +173,6 @@ def _scores(t: Array, n: Array, rows: QueryRows) -> Iterator[Array]:
 
 
 def _before_next_piece(i: int, x: Array, rows: QueryRows) -> None:
-    """x ≥ 0, of the i-th piece, is computed before the next one is waited for."""
+    """Computes x ≥ 0, from the i-th piece, before the wait for the next piece."""
     if i < _pieces(rows.tile) - 1 and not rows.problem.sizes.interpret:
         finish_before_waiting(x)

@@ -1,8 +1,8 @@
-"""The mainloop of the forward kernel: 64 query rows of a consumer, over the keys that they see.
+"""The forward mainloop: takes 64 query rows of a consumer over the keys that they see.
 
 S of step t is multiplied before P̄V of step t − 1, which then runs during the softmax of step t
-(FlashAttention-3, arXiv 2407.08608, Algorithm 2). Between tiles it is the same, if they overlap:
-the last P̄V of a tile runs during the first softmax of the program's next.
+(FlashAttention-3, arXiv 2407.08608, Algorithm 2). If tiles overlap (`overlap_tiles`), the last P̄V
+of a tile likewise runs during the first softmax of the program's next tile.
 """
 
 from functools import partial
@@ -44,34 +44,37 @@ from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
-# Ō, Ō′ − Ō where it is kept, and the softmax after a step.
+# Ō; Ō′ − Ō, if it is kept; the softmax after a step.
 _Carry = tuple[Array, Array | None, Softmax]
-# Ō, Ō′ − Ō, and the rest.
+# Ō; Ō′ − Ō, if it is kept; the rest of the state.
 _InOrder = tuple[Array, Array | None, Running]
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
-    """m, l and Ō after the last step; Ō′ − Ō, where it is kept."""
+    """Returns the softmax and Ō after the last step, and Ō′ − Ō if it is kept."""
     problem, tile = rows.problem, rows.tile
     acc = constant((ROWS, problem.head_size), 0, TILE)
     auxiliary = acc if problem.keeps_auxiliary else None
-    # The interpreter knows no product that is under way, nor operands in registers.
+    # The interpreter supports neither asynchronous products nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
     if (in_order or tile.owned_stages == 1) and not tile.overlap_tiles:
-        free_last_output(rows)  # with one stage, q has no other place to come to
+        free_last_output(rows)  # with one stage, the next q needs this very memory
     rows.shared.q.consumer_wait(rows.tiles)
     if problem.rounds_products:
         acc, running = long_steps.mainloop(rows)
         return _after_last(running), acc, None
     run = _run_in_order if in_order else _run_overlapped
     found = run(acc, auxiliary, rows)
-    if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
+    if tile.overlap_tiles:  # O has memory of its own, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
     return found
 
 
 def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softmax, Array]:
-    """m, l and Ō of all steps but the last, whose P̄V is due, as that of the tile before is."""
+    """Returns the softmax after the last step, and Ō without the last P̄V, which is then due.
+
+    It first ends the tile before: `due` is what that tile still owes.
+    """
 
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
@@ -82,10 +85,10 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     def prologue(_: Due) -> Softmax:
         return _rounded(_prologue(rows), rows.problem)
 
-    # One turn of the ping-pong for the first S of this tile and the last P̄V of the one before: the
-    # softmax of the former hides the latter. FlashAttention-3 ends a tile before the next begins.
-    # It pays beside the longer softmax that counts ties (6 % at GPT-2's shape); without, it gains
-    # 1 %, and nothing beside an early wait (results/hopper/tiles_16_h200.jsonl).
+    # The first S of this tile and the last P̄V of the tile before share one turn of the ping-pong,
+    # so that this tile's softmax hides that P̄V. FlashAttention-3 ends a tile before the next
+    # begins. The overlap gains 6 % at GPT-2's shape where the softmax also counts ties, 1 % where
+    # it does not, and nothing with an early wait (results/hopper/tiles_16_h200.jsonl).
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
     acc = constant((ROWS, rows.problem.head_size), 0, TILE)
@@ -95,7 +98,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
 
 
 def nothing_due(problem: Problem, tile: ForwardTile, *, has_sinks: bool) -> Due:
-    """Before a program's first tile."""
+    """The `Due` before a program's first tile, when nothing is due."""
     m, l, max_logit = no_key_yet(problem, has_sinks=has_sinks)
     acc = constant((ROWS, problem.head_size), 0, TILE)
     probs = constant((ROWS, tile.step), 0, TILE).astype(problem.dtype)
@@ -104,13 +107,13 @@ def nothing_due(problem: Problem, tile: ForwardTile, *, has_sinks: bool) -> Due:
 
 
 def end_last_tile(due: Due, out: Outputs, rows: QueryRows) -> None:
-    """After a program's last tile; `rows.steps` are all that it has done."""
+    """Ends a program's last tile; `rows.steps` counts all steps that the program has done."""
     acc = _add_last(due.acc, due.softmax, rows.steps, rows)
     _store_due(due, acc, out, rows)
 
 
 def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
-    # What is carried through a loop has lost that it is a multiple, which copies ask for.
+    # A loop carry does not keep the fact that the row is a multiple of 64, which copies need.
     rows = rows._replace(row=pl.multiple_of(due.row, ROWS))
     epilogue(out, rows, due.softmax, acc, None, due.batch, due.head)
 
@@ -118,7 +121,7 @@ def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
 def _run_in_order(
     acc: Array, auxiliary: Array | None, rows: QueryRows
 ) -> tuple[Softmax, Array, Array | None]:
-    """One product after the other, P̄ from shared memory: for tests."""
+    """Runs one product after the other with P̄ from shared memory, for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
     acc, auxiliary, running = lax.fori_loop(
@@ -128,7 +131,7 @@ def _run_in_order(
 
 
 def _after_last(running: Running) -> Softmax:
-    """What an epilogue reads of a softmax after its last step."""
+    """The `Softmax` for an epilogue, which reads neither P̄ nor α: m stands in for both."""
     m, l, max_logit = running
     return Softmax(m, l, m, m, max_logit)
 
@@ -149,7 +152,8 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     _wait_for_v(n, rows)
     operand = as_operand(softmax.probs, shared.probs.at[rows.me])
     if rows.ids is not None:
-        # Threads have read them: the interpreter wants what `as_operand` commits before the next.
+        # Threads have read the ids. Before the next filling the interpreter wants a commit, which
+        # `as_operand` makes.
         shared.k.consumer_release(n)
     acc = add_product(acc, operand, shared.v.get(n), interpret=interpret)
     shared.v.consumer_release(n)
@@ -160,7 +164,7 @@ def _run_overlapped(
     acc: Array, auxiliary: Array | None, rows: QueryRows
 ) -> tuple[Softmax, Array, Array | None]:
     softmax = _prologue(rows)
-    if rows.tile.owned_stages > 1:  # not sooner: the wait is hidden here
+    if rows.tile.owned_stages > 1:  # not sooner: the first softmax hides the wait
         free_last_output(rows)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps, rows)
     acc, auxiliary, softmax = _run_steps(acc, auxiliary, softmax, rows)
@@ -168,7 +172,7 @@ def _run_overlapped(
 
 
 def _prologue(rows: QueryRows) -> Softmax:
-    """The first step's softmax, which has no P̄V beside it."""
+    """Computes the first step's softmax, which has no P̄V beside it."""
     first = jnp.int32(0)
     s = _begin_scores(first, rows)
     rows.ping_pong.arrive()  # as soon as the product is started, not when it is done
@@ -177,13 +181,13 @@ def _prologue(rows: QueryRows) -> Softmax:
 
 
 def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
-    """All steps after the first, but for P̄V of the last."""
+    """Runs all steps after the first, except for P̄V of the last."""
 
     def step(t: Array, carry: _Carry) -> _Carry:
         acc, auxiliary, softmax = carry
         acc, softmax = _advance(t, acc, softmax, softmax.running, rows)
         auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps + t, rows)
-        # Ō is scaled when P̄V has been added, by the new α: FlashAttention-3's rescale_o.
+        # Ō is scaled by the new α after P̄V has been added, like FlashAttention-3's rescale_o.
         return along_rows(softmax.alpha, acc.shape) * acc, auxiliary, softmax
 
     result: _Carry = lax.fori_loop(1, rows.end, step, (acc, auxiliary, softmax))
@@ -193,16 +197,17 @@ def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: Quer
 def _advance(
     t: Array, acc: Array, softmax: Softmax, running: Running, rows: QueryRows
 ) -> tuple[Array, Softmax]:
-    """Ō with P̄V of the step before step t, and t's softmax beside it, from `running` on."""
+    """Adds P̄V of step t − 1 to Ō, and meanwhile computes the softmax of step t from `running`."""
     problem, tile, shared = rows.problem, rows.tile, rows.shared
     before = rows.steps + t - 1
 
     def products(refs: tuple[Accumulator, Softmax]) -> None:
         acc_ref, new = refs
-        # S first, so that it is done when the softmax begins; P̄V then runs beside the latter.
+        # S first, so that it is done when the softmax begins. P̄V then runs beside the softmax.
         s = _begin_scores(t, rows)
         _wait_for_v(before, rows)
-        # P̄ from registers ("RS"), as FlashAttention-3 has it: no way through shared memory.
+        # The product reads P̄ from registers ("RS"), as in FlashAttention-3, so P̄ does not go
+        # through shared memory.
         plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
         rows.ping_pong.arrive()
         s = _finish_scores(s, t, rows, later=1)
@@ -210,25 +215,25 @@ def _advance(
             result = begin_softmax_step(s, running, problem, tile)
         else:
             result = softmax_step(s, running, problem, tile)
-            # The wait for P̄V stands behind; without this the assembler puts it before the softmax,
-            # and nothing runs beside the product.
+            # The wait for P̄V comes next. Without this call the assembler moves that wait before the
+            # softmax, and nothing runs beside the product.
             finish_before_waiting(result.l)
         for ref, x in zip(*map(jax.tree.leaves, (new, result)), strict=True):
             ref[...] = x
 
-    # P̄ that is not rounded yet is float32: the state of `run_state` needs its type.
+    # A P̄ that is not rounded yet is float32, and the state of `run_state` needs that dtype.
     no_score = constant((ROWS, tile.step), 0, TILE)
     new = softmax._replace(probs=no_score) if rounds_later(problem, tile) else softmax
     # `run_state` ends with the wait for P̄V.
     acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
-    shared.v.consumer_release(before)  # sooner than the rest of an early wait's softmax
+    shared.v.consumer_release(before)  # after an early wait, before the rest of the softmax
     if waits_early(problem, tile):
         new = end_softmax_step(new, acc, unknown_zero(rows.steps + t), problem, tile)
     return acc, new
 
 
 def _add_last(acc: Array, softmax: Softmax, steps: Array, rows: QueryRows) -> Array:
-    """Ō with P̄V of a tile's last step, the last of so many that the program has done."""
+    """Adds P̄V of a tile's last step to Ō; steps: how many the program has done, this one too."""
     _wait_for_v(steps - 1, rows)
     acc = add_product(acc, softmax.probs, rows.shared.v.get(steps - 1), interpret=False)
     rows.shared.v.consumer_release(steps - 1)
@@ -236,9 +241,9 @@ def _add_last(acc: Array, softmax: Softmax, steps: Array, rows: QueryRows) -> Ar
 
 
 def _wait_for_v(n: Array, rows: QueryRows) -> None:
-    """Before P̄V of the n-th step of the program, unless `_add_auxiliary` has waited.
+    """Waits for v of the program's n-th step, unless `_add_auxiliary` has done so.
 
-    A second wait would be for what fills the stage next.
+    A second wait would wait for the stage's next filling.
     """
     if not rows.problem.keeps_auxiliary:
         rows.shared.v.consumer_wait(n)
@@ -247,9 +252,10 @@ def _wait_for_v(n: Array, rows: QueryRows) -> None:
 def _add_auxiliary(
     auxiliary: Array | None, softmax: Softmax, n: Array, rows: QueryRows
 ) -> tuple[Array | None, Softmax]:
-    """Ō′ − Ō after the n-th step of the program, and its softmax with P̄ rounded.
+    """Returns Ō′ − Ō after the program's n-th step, and the step's softmax with P̄ rounded.
 
-    P̄ is the sum of three bfloat16 numbers. The first is P̄ rounded, whose product is Ō's.
+    P̄ is the sum of three bfloat16 numbers. The first is the rounded P̄, whose product with v
+    belongs to Ō. The products of the other two are added here.
     """
     if auxiliary is None:
         return None, _rounded(softmax, rows.problem)
@@ -258,20 +264,20 @@ def _add_auxiliary(
     memory = None if rows.shared.probs is None else rows.shared.probs.at[rows.me]
     rows.shared.v.consumer_wait(n)
     v, interpret = rows.shared.v.get(n), rows.problem.sizes.interpret
-    # Not overlapped, as P̄V is: their operands would take too many registers.
+    # Unlike P̄V these products are not overlapped: their operands would take too many registers.
     for term in others[::-1]:  # the smallest first
         auxiliary = add_product(auxiliary, as_operand(term, memory), v, interpret=interpret)
     return auxiliary, softmax._replace(probs=rounded)
 
 
 def _rounded(softmax: Softmax, problem: Problem) -> Softmax:
-    """The same with P̄ rounded."""
+    """Returns the softmax with P̄ rounded."""
     return softmax._replace(probs=softmax.probs.astype(problem.dtype))
 
 
 def _begin_scores(t: Array, rows: QueryRows) -> Array:
     """Starts q kᵀ of step t, in this warpgroup's turn of the ping-pong."""
-    # k first: who waits for it in its own turn keeps the others from the tensor cores.
+    # k first: a consumer that waits for it within its turn keeps the others off the tensor cores.
     rows.shared.k.consumer_wait(rows.steps + t)
     rows.ping_pong.wait()
     q, k = rows.shared.q.get(rows.tiles, rows.me), rows.shared.k.get(rows.steps + t)
@@ -279,12 +285,12 @@ def _begin_scores(t: Array, rows: QueryRows) -> Array:
 
 
 def _finish_scores(s: Array, t: Array, rows: QueryRows, *, later: int) -> Array:
-    """Waits for them, while so many products that were started later run; takes the mask."""
+    """Waits for S of step t and masks it. `later` products, started after it, may still run."""
     plgpu.wgmma_wait(later)  # products end in the order in which they were started
     if rows.ids is None:
         rows.shared.k.consumer_release(rows.steps + t)
         return masked(s, rows, t)
-    # The mask reads the ids, which come and go with k.
+    # The mask reads the ids, which are loaded and released with k.
     s = masked(s, rows, t)
     rows.shared.k.consumer_release(rows.steps + t)
     return s

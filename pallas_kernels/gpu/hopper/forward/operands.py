@@ -1,4 +1,4 @@
-"""What the parts of the forward kernel hand to each other."""
+"""The records that the parts of the forward kernel hand to each other."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,12 @@ from pallas_kernels.gpu.hopper.segments import Segments
 
 
 class Inputs(NamedTuple):
-    """q, k, v (or one packed array each); `segments`, where ids hide keys.
+    """The inputs of the forward kernel.
 
-    `start`: m and l of a row before its first key, [2, N, 64], where there are sinks.
+    Attributes:
+      q, k, v: the three arrays; each of them is the packed array, if there is one.
+      segments: the ids, if ids hide keys.
+      start: m and l of rows before their first key, [2, N, 64], if there are sinks.
     """
 
     q: Ref
@@ -26,11 +29,16 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H]; lse, and what the exponent of P adds, −lse·log2(e), [B, N, T].
+    """The outputs of the forward kernel: O is [B, T, N, H], vectors are [B, N, T].
 
-    `saved`: the O that δ sees, where it is another, or the lower half of O. `inverse_l`: 1 / l,
-    where it is saved apart; `offset` is then −M, or −m·log2(e), in the units of P̄. `max_logit`: the
-    largest score, where it was asked for, [B, N, T].
+    Attributes:
+      o: O.
+      lse: m + log l.
+      offset: what the exponent of P adds: −lse·log2(e). If 1 / l is saved, it is −M or −m·log2(e),
+        in the units of P̄.
+      saved: the O that δ sees, if it is not O itself, or the lower half of O.
+      inverse_l: 1 / l, if it is saved.
+      max_logit: the largest scores, if the call asks for them.
     """
 
     o: Ref
@@ -42,24 +50,24 @@ class Outputs(NamedTuple):
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory.
+    """Shared memory of the forward kernel.
 
     Attributes:
       q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages. Ids of
-        keys, if there are any, are a second buffer of k's.
-      statistics: lse and offset on their way out, a vector of each for every consumer; where there
-        are ids, they leave from registers.
-      probs: P̄ of every consumer, where products take it from memory (`from_memory`).
-      saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
-        registers.
-      o: O on its way out, if tiles overlap; otherwise O takes the place of its q.
+        keys, if there are any, are a second buffer of the pipeline of k.
+      statistics: lse and offset on their way out, a vector of each for every consumer. None if
+        there are ids: the vectors then leave from registers.
+      probs: P̄ of every consumer, if products take it from shared memory (`from_memory`).
+      saved: the O that δ sees, or its lower half, on its way out. None if there is none, or if it
+        leaves from registers.
+      o: O on its way out, if tiles overlap. Otherwise O takes the place of its q.
     """
 
     q: Pipeline
     k: Pipeline
     v: Pipeline
     statistics: Ref | None
-    probs: Ref | None  # in registers otherwise
+    probs: Ref | None  # None: in registers
     saved: Ref | None
     o: Ref | None
 
@@ -68,14 +76,14 @@ class QueryRows(NamedTuple):
     """64 query rows of a consumer warpgroup.
 
     Attributes:
-      problem, tile, shared: of the kernel.
-      ping_pong: with the other consumers.
-      me: the consumer.
-      tiles, steps: what the program has done before, which counts the fillings of its pipelines.
+      problem, tile, shared: the kernel's problem, tile and shared memory.
+      ping_pong: the ping-pong with the other consumers.
+      me: the index of the consumer.
+      tiles, steps: how many the program has done before. They number the fillings of its pipelines.
       row: the first row.
-      keys: the steps that they visit.
-      ids: [64], of the rows, if there are any.
-      start: m and l before the first step, where there are sinks.
+      keys: the key steps that the rows visit.
+      ids: the ids of the rows [64], if there are any.
+      start: m and l before the first step, if there are sinks.
     """
 
     problem: Problem
@@ -92,18 +100,18 @@ class QueryRows(NamedTuple):
 
     @property
     def end(self) -> Array:
-        """How many steps they visit."""
+        """How many steps the rows visit."""
         return self.keys.end
 
 
 class Running(NamedTuple):
-    """What a step leaves of the rows to the next, beside Ō.
+    """The state that a step hands to the next, beside Ō.
 
     Attributes:
       m: [64].
-      l: [64, LANES], in parts: it is summed across threads once, in the epilogue, as
-        FlashAttention-3's.
-      max_logit: the largest score [64], in the units of m; None where it is m, or not asked for.
+      l: [64, LANES], in parts. They are summed across threads once, in the epilogue, as in
+        FlashAttention-3.
+      max_logit: the largest score [64] in the units of m; None if it is m, or not asked for.
     """
 
     m: Array
@@ -112,9 +120,9 @@ class Running(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """`Running` m, l and largest score; a step's P̄ [64, keys] and α [64].
+    """The softmax of a step: P̄ [64, keys], α [64], and m, l and the largest score of `Running`.
 
-    P̄ is rounded, but see `softmax.rounds_later`.
+    P̄ is rounded, except where `softmax.rounds_later` says so.
     """
 
     m: Array
@@ -125,12 +133,12 @@ class Softmax(NamedTuple):
 
     @property
     def running(self) -> Running:
-        """What the next step starts from."""
+        """The state that the next step starts from."""
         return Running(self.m, self.l, self.max_logit)
 
 
 class Due(NamedTuple):
-    """A tile without its last P̄V, which is due, as its epilogue is; see `overlap_tiles`."""
+    """A tile whose last P̄V and epilogue are still due; see `ForwardTile.overlap_tiles`."""
 
     acc: Array
     softmax: Softmax

@@ -1,4 +1,4 @@
-"""A pipeline from one consumer warpgroup to another, of blocks of 64 by 64 float32 numbers."""
+"""A pipeline of blocks of 64 by 64 float32 numbers from one consumer warpgroup to another."""
 
 from functools import partial
 
@@ -12,15 +12,15 @@ from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 
-# Blocks on their way at once: the one that produces may be a step ahead, and does not wait for the
-# other's longer step.
+# Blocks on their way at once. With two, the warpgroup that produces may be a step ahead and does
+# not wait for the other's longer step.
 _STAGES = 2
 
 
 class Exchange:
     """A pipeline between two consumer warpgroups: one produces blocks, the other takes them.
 
-    Both count from 0; the one that produces ends with `producer_tail`.
+    Both count blocks from 0. The warpgroup that produces ends with `producer_tail`.
     """
 
     def __init__(self, refs: tuple[Ref, Ref, Ref]) -> None:
@@ -33,24 +33,25 @@ class Exchange:
         return (tiles_of((_STAGES, ROWS, ROWS), jnp.float32), *barriers)
 
     def produce(self, n: Array, block: Array) -> None:
-        """The n-th block. Waits until the one in its place has been consumed."""
+        """Writes the n-th block, after waiting until the block in its place has been consumed."""
         stage = self._stage(n)
         pl.when(n >= _STAGES)(partial(plgpu.barrier_wait, self._empty.at[stage]))
-        # No `commit_smem`: the other reads with loads, not through the copy engine or a product.
+        # No `commit_smem`: the other warpgroup reads with loads, not through the copy engine or a
+        # product.
         self._blocks[stage] = block
         plgpu.barrier_arrive(self._full.at[stage])
 
     def consume(self, n: Array) -> Array:
-        """The n-th block, when it is there."""
+        """Waits for the n-th block and returns it."""
         stage = self._stage(n)
         plgpu.barrier_wait(self._full.at[stage])
-        # In the layout that it was written in: each thread reads what its like has written.
+        # In the layout of the writer: each thread reads what its counterpart has written.
         block = load(self._blocks.at[stage], TILE)
         plgpu.barrier_arrive(self._empty.at[stage])
         return block
 
     def producer_tail(self, n: Array) -> None:
-        """After n blocks, the last: until all have been consumed."""
+        """Waits, after n blocks in all, until all of them have been consumed."""
         for back in range(1, _STAGES + 1):
             stage = self._stage(n - back)
             pl.when(n >= back)(partial(plgpu.barrier_wait, self._empty.at[stage]))

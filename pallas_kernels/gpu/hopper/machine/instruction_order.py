@@ -1,4 +1,4 @@
-"""What keeps the compiler and the assembler from moving instructions across a wait."""
+"""Means to keep the compiler and the assembler from moving instructions across a wait."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,16 +12,17 @@ from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, TILE
 from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
 
-_NEVER = 15  # a named barrier that nobody comes to
+_NEVER = 15  # a named barrier at which nobody arrives
 
 
 def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
-    """Keeps the wait for a product that follows behind all that x, ≥ 0, is computed from.
+    """Keeps the next wait for a product after the computation of x ≥ 0.
 
-    The assembler knows no order of arithmetic and such a wait, and waits first: nothing would then
-    run beside the product. It knows one of barriers and the wait, executed or not. This one is not.
+    The assembler sees no order between arithmetic and such a wait. It would wait first, and nothing
+    would run beside the product. It does keep the order of a barrier and the wait, even if the
+    barrier is never executed. This function places such a barrier, which depends on all of x.
 
-    unknown: some numbers ≥ 0, where the assembler sees that x is. It must not see that of both.
+    unknown: numbers ≥ 0, if the assembler can see that x ≥ 0. It must not see that of both.
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE,) * (1 if unknown is None else 2))
@@ -30,15 +31,15 @@ def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
         entries = [
             llvm.extractelement(pair, literal(i, word)) for pair in x.registers.flat for i in (0, 1)
         ]
-        # One sum of all entries: the barrier depends on each of them, at an addition an entry.
+        # One sum of all entries makes the barrier depend on each, for one addition an entry.
         names = [f"${i}" for i in range(len(entries))]
         lines = [f"add.f32 sum, sum, {name};" for name in names[1:]]
-        # sum < 0 never holds, for x ≥ 0. The assembler must not know that.
+        # sum < 0 never holds, because x ≥ 0. The assembler must not know that.
         least = "mov.f32 least, 0f00000000;"
         for y in unknown:
             least = f"neg.f32 least, ${len(entries)};"
             entries.append(llvm.extractelement(y.registers.flat[0], literal(0, word)))
-        # Predicated off, never taken; but an instruction, so that it keeps its place.
+        # The barrier is predicated off and never executed. As an instruction it keeps its place.
         text = f"""{{ .reg .f32 sum, least; .reg .pred never; mov.f32 sum, $0; {" ".join(lines)}
             {least} setp.lt.f32 never, sum, least;
             @never bar.arrive {_NEVER}, {2 * THREADS}; }}"""
@@ -50,9 +51,10 @@ def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
 
 
 def after(x: Array, done: Array, zero: Array) -> Array:
-    """x [rows] again, as the assembler knows it when it knows `done`, a tile that was waited for.
+    """Returns x [rows], made to depend on `done`, a tile that was waited for.
 
-    zero: an `unknown_zero`. Otherwise the assembler moves what x enters to before the wait.
+    Otherwise the assembler moves the instructions that read x before that wait. zero: an
+    `unknown_zero`.
     """
 
     @plgpu.inline_mgpu(
@@ -64,11 +66,11 @@ def after(x: Array, done: Array, zero: Array) -> Array:
         entry = llvm.extractelement(done.registers.flat[0], literal(0, word))
 
         def shifted(register: MlirValue) -> MlirValue:
-            """Of the one entry in it: x ^ (done & 0)."""
+            """Returns x ^ (done & zero) of the register's only entry."""
             number = llvm.extractelement(register, literal(0, word))
             entries: list[MlirValue] = [number, entry, zero.registers[()]]
-            # x ^ (done & zero) in one instruction, 0x78 being its table: the same bits, and a
-            # dependence on what the product has written that the assembler cannot remove.
+            # One instruction, whose table is 0x78. The bits of x stay the same, but they depend on
+            # what the product has written, and the assembler cannot remove that dependence.
             text = """{ .reg .b32 x, done; mov.b32 x, $1; mov.b32 done, $2;
                 lop3.b32 x, x, done, $3, 0x78; mov.b32 $0, x; }"""
             found: MlirValue = llvm.inline_asm(ir.F32Type.get(), entries, text, "=f,f,f,r")
@@ -81,14 +83,14 @@ def after(x: Array, done: Array, zero: Array) -> Array:
 
 
 def mixed(some: Array, others: Array, *, every: int) -> Array:
-    """`others`, but every so-manyth 8 columns, the first included, of `some`: of tiles."""
+    """The tile `others`, with the first of every `every` groups of 8 columns taken from `some`."""
 
     @plgpu.inline_mgpu(
         arg_types=(TILE, TILE),
         return_type=plgpu.ShapeDtypeStruct(some.shape, some.dtype, layout=TILE),
     )
     def emit(_: Context, some: Registers, others: Registers) -> Registers:
-        # No instruction: which register is taken is known when the kernel is compiled.
+        # This takes no instruction: the registers are chosen when the kernel is compiled.
         registers = others.registers.copy()
         registers[:, ::every] = some.registers[:, ::every]
         return fragmented_array.FragmentedArray(
@@ -99,16 +101,16 @@ def mixed(some: Array, others: Array, *, every: int) -> Array:
 
 
 def unknown_zero(n: Array) -> Array:
-    """0 of a number from 0 to 2**30 that changes within a loop.
+    """Returns 0, computed from a number 0 ≤ n < 2**30 that changes within a loop.
 
-    The compiler does not know, so what it is added to is computed anew in every step, where it
-    would keep too many constants of the loop in registers.
+    The compiler does not know that it is 0, so it recomputes in every step what this is added to.
+    Otherwise it would keep too many constants of the loop in registers.
     """
     return lax.shift_right_logical(n, jnp.int32(30))
 
 
 def opaque_zero(n: Array, *, interpret: bool) -> Array:
-    """The same where the compiler knows how long loops are, and so that n is below 2**30."""
+    """`unknown_zero` where the compiler knows the length of loops, and thereby that n < 2**30."""
     if interpret:
         return unknown_zero(n)
 
@@ -118,7 +120,7 @@ def opaque_zero(n: Array, *, interpret: bool) -> Array:
     )
     def emit(_: Context, n: Registers) -> Registers:
         word = ir.IntegerType.get_signless(32)
-        # The compiler sees through a shift where it knows the bound of n; not through PTX.
+        # Where the compiler knows the bound of n it sees through a shift, but not through PTX.
         number: MlirValue = n.registers[()]
         zero: MlirValue = llvm.inline_asm(word, [number], "shr.u32 $0, $1, 30;", "=r,r")
         return fragmented_array.FragmentedArray.splat(zero, (), is_signed=True)

@@ -16,15 +16,16 @@ from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Register
 
 LOG2E = math.log2(math.e)
 
-# What `at_least` gives: the bits of 1.0. Its multiples differ, modulo 2**32, up to 511.
+# The bits of 1.0, which `at_least` returns. Its multiples by 0 to 511 differ modulo 2**32.
 ONE = np.int32(0x3F80_0000)
 
 
 def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
-    """`ONE` where x ≥ least, else 0, int32: a comparison is one instruction, two sums another.
+    """`ONE` where x ≥ least, otherwise 0, as int32, for counting in 1.5 instructions per entry.
 
-    The machine compares to 1.0 and 0.0, and adds three integers, but not three floats. The
-    compiler, shown both, compares and adds under a predicate: two instructions per entry.
+    The machine has one instruction that compares to 1.0 or 0.0, and one that adds three integers,
+    but none that adds three floats. For a plain comparison and sum the compiler emits a comparison
+    and an addition under a predicate: two instructions per entry.
     """
     if interpret:
         return jnp.where(x >= least, ONE, np.int32(0))
@@ -37,9 +38,9 @@ def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
         return x._pointwise(compare, least, output_is_signed=True)
 
     def compare(x: MlirValue, least: MlirValue) -> MlirValue:
-        """Of the two entries that a register of Mosaic GPU's holds."""
+        """Compares the two entries that a register of Mosaic GPU holds."""
         word = ir.IntegerType.get_signless(32)
-        # A register that holds a float is taken for an integer: the move is no instruction.
+        # A register that holds a float is taken as an integer, so the move costs no instruction.
         text = "{ .reg .f32 one; set.ge.f32.f32 one, $1, $2; mov.b32 $0, one; }"
         result = llvm.mlir_undef(ir.VectorType.get((2,), word))
         for place in (literal(i, word) for i in range(2)):
@@ -52,7 +53,7 @@ def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
 
 
 def reciprocal(x: Array, *, interpret: bool) -> Array:
-    """1 / x of a tile, by the machine's own approximation, 2**-23 off at most."""
+    """Returns 1 / x of a tile by the machine's own approximation, off by at most 2**-23."""
     if interpret:
         return 1 / x
 
@@ -77,10 +78,11 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
 
 
 def tanh(x: Array, factor: float, *, interpret: bool) -> Array:
-    """tanh(factor · x) of a tile, to 2**-20.9 of itself: a quotient of two polynomials.
+    """Returns tanh(factor · x) of a tile, within a relative 2**-20.9, by two polynomials.
 
-    The machine's own is 2**-11 off, which a cap of 50 makes 0.02 of a score. 1 − 2 / (exp 2x + 1)
-    is 2**-22 off however small tanh is, and takes one slow instruction more, the exponential.
+    It is their quotient. The machine's own tanh is off by 2**-11, which a cap of 50 turns into 0.02
+    of a score. 1 − 2 / (exp 2x + 1) is off by 2**-22 however small tanh is, and takes one more slow
+    instruction, the exponential.
     """
     z = jnp.clip(x * np.float32(factor), np.float32(-_TANH_IS_1), np.float32(_TANH_IS_1))
     square = z * z
@@ -88,15 +90,15 @@ def tanh(x: Array, factor: float, *, interpret: bool) -> Array:
     return z * above * reciprocal(below, interpret=interpret)
 
 
-# tanh z = z · P(z²) / Q(z²) for |z| ≤ 9, where it is 1 in float32: of all such P and Q of degree 4
-# nearly those of the least relative error, 2e-8 (a weighted least-squares fit in float64).
+# tanh z = z · P(z²) / Q(z²) for |z| ≤ 9; from there on tanh is 1 in float32. P and Q have degree 4
+# and nearly the least relative error, 2e-8 (a weighted least-squares fit in float64).
 _TANH_IS_1 = 9.0
 _ABOVE = (1.0, 0.13381025, 3.4955870e-3, 2.0609063e-5, 1.3354637e-8)
 _BELOW = (1.0, 0.46714342, 2.5876978e-2, 3.2856330e-4, 7.7765480e-7)
 
 
 def _polynomial(x: Array, coefficients: Sequence[float], *, interpret: bool) -> Array:
-    """Σ coefficients[i] · xⁱ of a tile, by multiply-adds (Horner)."""
+    """Returns Σ coefficients[i] · xⁱ of a tile, by multiply-adds (Horner)."""
     *rest, last = (float(np.float32(c)) for c in coefficients)
     if interpret:
         found = jnp.full(x.shape, last, jnp.float32)
@@ -123,7 +125,7 @@ def _polynomial(x: Array, coefficients: Sequence[float], *, interpret: bool) -> 
 
 
 def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array:
-    """x · factor + y of tiles, rounded once, whatever the compiler thinks of contractions."""
+    """Returns x · factor + y of tiles, rounded once, whatever the compiler contracts."""
     if interpret:
         return multiply_add_in_kernel(x, factor, y)
 
@@ -143,7 +145,7 @@ def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array
 
 
 def unpacked(x: Array, *, interpret: bool) -> Array:
-    """A tile of bfloat16 as float32: an instruction an entry, of the words that hold two."""
+    """Converts a tile of bfloat16 to float32: one instruction an entry, from words of two."""
     if interpret:
         return extended(x)
 
@@ -156,7 +158,7 @@ def unpacked(x: Array, *, interpret: bool) -> Array:
     def unpack(register: MlirValue) -> MlirValue:
         word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
         pair: MlirValue = llvm.bitcast(word, register)
-        # By halves as the compiler takes them apart it is two instructions for one of them.
+        # The compiler's own way of taking words apart needs two instructions for one of the halves.
         entries = [arith.shli(pair, literal(16, word)), arith.andi(pair, literal(-(2**16), word))]
         result = llvm.mlir_undef(ir.VectorType.get((2,), number))
         for place, entry in enumerate(entries):
@@ -167,10 +169,10 @@ def unpacked(x: Array, *, interpret: bool) -> Array:
 
 
 def round_to_bfloat16(x: Array, *, interpret: bool) -> Array:
-    """The nearest-even bfloat16 of every entry of a tile, as float32.
+    """Rounds every entry of a tile to bfloat16, to nearest even, and returns float32.
 
-    One instruction an entry, where a pair takes one to be packed and two to be unpacked again: for
-    numbers that no product reads.
+    This takes one instruction an entry. To pack a pair takes one, and to unpack it again two. It is
+    for numbers that no product reads.
     """
     if interpret:
         return extended(x.astype(jnp.bfloat16))
@@ -182,7 +184,7 @@ def round_to_bfloat16(x: Array, *, interpret: bool) -> Array:
         return x._pointwise(round_entries)
 
     def round_entries(register: MlirValue) -> MlirValue:
-        # A pair whose lower half is 0: its word is the upper half's float32.
+        # The lower half of the pair is 0, so the word is the upper half as float32.
         text = "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $1, 0f00000000; mov.b32 $0, pair; }"
         result = llvm.mlir_undef(register.type)
         for place in (literal(i, ir.IntegerType.get_signless(32)) for i in range(2)):

@@ -32,9 +32,9 @@ def tiles_of(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
 def transforms(
     columns: int, dtype: DTypeLike
 ) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Tiling and swizzle of matrices with so many columns, as WGMMA and TMA take them."""
-    # The widest swizzle, 128 bytes where rows have them: without it the 8 rows of a core matrix lie
-    # in the same banks of shared memory.
+    """The tiling and swizzle that WGMMA and TMA take for matrices with that many columns."""
+    # The widest swizzle: 128 bytes if rows are that long. Without it the 8 rows of a core matrix
+    # lie in the same banks of shared memory.
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
@@ -46,49 +46,49 @@ def vectors_of(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Scratc
 
 
 def load(ref: Ref, layout: Layout, *, straight: bool = True) -> Array:
-    """The values of a reference in registers; straight: without conflicts of shared memory."""
+    """Loads a reference into registers; straight: without bank conflicts of shared memory."""
     return plgpu.load(ref, layout=layout, optimized=straight)  # type: ignore[call-arg]  # JAX 0.10
 
 
 def rows_and_columns(shape: tuple[int, ...], row: Array, column: Array) -> tuple[Array, Array]:
-    """Global indices of the entries of a tile that begins at (row, column)."""
+    """The global row and column indices of the entries of a tile that begins at (row, column)."""
     down, across = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
     return row + down, column + across
 
 
 def constant(shape: tuple[int, ...], value: float, layout: Layout) -> Array:
-    """A register array of one value."""
+    """An array in registers, of one value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
-    """[rows] for every column."""
+    """Broadcasts x [rows] to every column of a tile."""
     # Free: a thread has the numbers of its two rows already.
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
-    """[columns] for every row."""
+    """Broadcasts x [columns] to every row of a tile."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def by_lane(combine: Callable[[Array, Array], Array], x: Array, columns: int = LANES) -> Array:
-    """[rows, more] combined to [rows, columns], of columns that are equal modulo `columns`.
+    """Combines the columns of [rows, more] that are equal modulo `columns`, to [rows, columns].
 
-    Halves are combined with halves: neither a chain of dependent instructions, as Mosaic's own
-    reductions are, nor an exchange between threads.
+    Halves are combined with halves. That is no chain of dependent instructions, unlike Mosaic's own
+    reductions, and needs no exchange between threads.
     """
-    # Columns that are equal modulo 8 are a thread's own, so no step crosses threads until the end.
+    # Columns that are equal modulo 8 belong to the same thread, so no step crosses threads.
     while (width := x.shape[1]) > columns:
         x = combine(x[:, : width // 2], x[:, width // 2 :])
     return x
 
 
 def extended(x: Array) -> Array:
-    """bfloat16 as float32, by its bits.
+    """Converts bfloat16 to float32 by its bits.
 
-    A cast would make the compiler round one value at a time before it, and let the interpreter take
-    both casts back.
+    With a cast instead, the compiler would round one value at a time before it, and the interpreter
+    would be free to remove both casts.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)

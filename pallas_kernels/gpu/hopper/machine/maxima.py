@@ -1,9 +1,9 @@
 """Maxima of a step's scores that tell whether one of them may be repeated.
 
-`dynamic_max` asks of every row of a step whether its maximum occurs twice. To count how often it
-does takes 1.5 instructions per score and a second pass over the scores. But if it occurs twice, the
-tree of maxima has a node whose two inputs are equal: one test per node, where the numbers are at
-hand, says of nearly all steps that there is nothing to count.
+`dynamic_max` asks for every row of a step whether its maximum occurs twice. To count how often it
+occurs takes 1.5 instructions per score and a second pass over the scores. But if it occurs twice,
+the tree of maxima has a node whose two inputs are equal. So one test per node, where the numbers
+are at hand anyway, shows in nearly all steps that there is nothing to count.
 """
 
 import jax.numpy as jnp
@@ -19,16 +19,16 @@ from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, PER_ROW, TILE
 from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 
-# Of float32; the more is added, the farther it is from 0.
+# The bits of MASKED in float32. The more is added to them, the farther the number is from 0.
 _MASKED_BITS = np.float32(MASKED).view(np.int32)
 
-_CHAINS = 4  # of maxima, for each row of a thread: instructions that need not wait for each other
+_CHAINS = 4  # independent chains of maxima for each row of a thread: they do not wait on each other
 
 
 def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
-    """MASKED or a little less, a number of its own for every entry that a thread has of a row.
+    """MASKED or a little less: a different number for every entry that a thread has of a row.
 
-    So `maxima` finds no two masked scores equal, but among threads that see no key at all.
+    So `maxima` finds no two equal masked scores, except between threads that see no key at all.
     """
     if interpret:
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -37,7 +37,7 @@ def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
     def emit(_: Context) -> Registers:
-        # Constants of the instruction stream: no register is kept for them.
+        # They are constants of the instruction stream, which take no registers.
         word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
         layout = TILE.to_mgpu()
         found = np.empty(layout.registers_shape(shape), dtype=object)
@@ -53,10 +53,10 @@ def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
 
 
 def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
-    """The maxima of the rows, and a number that is 0 where all of a warp's rows have theirs once.
+    """Returns the row maxima, and a flag: if it is 0, no row of the warp repeats its maximum.
 
-    Two numbers that meet may be equal and not the maximum: then it is 1 for nothing. It may differ
-    from warp to warp.
+    The flag is 1 if any two equal numbers meet in the tree, even if they are not the maximum. It
+    may differ from warp to warp.
     """
     if interpret:
         equal = jnp.bool_(False)
@@ -76,7 +76,7 @@ def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
     def emit(_: Context, x: Registers) -> tuple[Registers, Registers]:
         word, layout = ir.IntegerType.get_signless(32), PER_ROW.to_mgpu()
         nodes = _Nodes()
-        # A thread has two rows, and of each two neighbours in a register of Mosaic GPU's.
+        # A thread has two rows. A register of Mosaic GPU holds two neighbours of one row.
         rows = [
             [llvm.extractelement(pair, literal(i, word)) for pair in row for i in (0, 1)]
             for row in x.registers.reshape(-1, 2).T
@@ -90,7 +90,7 @@ def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
         # The four threads of a row are neighbours: two exchanges by butterfly.
         for lanes in (1, 2):
             found = [[nodes.larger(x, shfl_bfly(x, lanes))] for (x,) in found]
-        # One vote a step, for the warp takes the branch together.
+        # One vote a step, because the warp takes the branch together.
         equal = nvvm.vote_sync(literal(-1, word), nodes.equal, nvvm.VoteSyncKind.any)
         of_rows = np.empty(layout.registers_shape(x.shape[:1]), dtype=object)
         for place, (maximum,) in zip(np.ndindex(of_rows.shape), found, strict=True):
@@ -106,15 +106,15 @@ def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
 class _Nodes:
     """Nodes of a tree of maxima.
 
-    `equal`: a bit, whether the two inputs of any of them were.
+    `equal`: a bit that says whether the two inputs of any node were equal.
     """
 
     equal: MlirValue = None
 
     def larger(self, a: MlirValue, b: MlirValue) -> MlirValue:
-        """The larger of two numbers, which are tested."""
-        # One comparison a node, on the unit that takes maxima: 6 to 7 % less time than counting
-        # ties, at 8,192 tokens. Differences of every second node, on the faster unit of
+        """Returns the larger of two numbers, and tests whether they are equal."""
+        # One comparison a node, on the unit that takes maxima, needs 6 to 7 % less time than
+        # counting ties, at 8,192 tokens. Differences at every second node, on the faster unit of
         # multiply-adds, gained half of that (results/hopper/ties_14_h200.jsonl).
         equal = arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
         self.equal = equal if self.equal is None else arith.ori(self.equal, equal)

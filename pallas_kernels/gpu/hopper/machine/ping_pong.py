@@ -1,4 +1,4 @@
-"""Ping-pong: consumer warpgroups multiply one after the other."""
+"""Ping-pong: consumer warpgroups take turns at the tensor cores."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,15 +14,15 @@ from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
 class PingPong:
     """Warpgroups take turns at the tensor cores: one does its softmax while another multiplies.
 
-    Named barriers of the machine, one per warpgroup: `wait` for one's turn, `arrive` gives it to
-    the next. FlashAttention-3, arXiv 2407.08608, section 3.1.
+    Each warpgroup has a named barrier of the machine: `wait` waits for the warpgroup's turn, and
+    `arrive` gives the turn to the next (FlashAttention-3, arXiv 2407.08608, section 3.1).
 
-    Where they are `held`, a turn has the products that end a step and those that begin the next,
-    with nobody's in between: `enter` a mainloop, `wait_to_end` a step, `arrive` within the next
-    one, `leave` the mainloop. Otherwise it has those that begin a step.
+    A turn usually has the products that begin a step. If turns are `held`, a turn has the products
+    that end a step and those that begin the next, with no other warpgroup's products in between:
+    `enter` a mainloop, `wait_to_end` a step, `arrive` within the next step, `leave` the mainloop.
     """
 
-    # Mosaic GPU takes named barriers from 0 upwards, of the 16 that there are.
+    # There are 16 named barriers. Mosaic GPU takes its own from 0 upwards.
     _FIRST = 8
 
     def __init__(self, consumers: int, me: Array, *, on: bool, held: bool = False) -> None:
@@ -30,44 +30,44 @@ class PingPong:
         self._held = held
 
     def start(self) -> None:
-        """Before the first `wait`: warpgroup 0 begins."""
-        # On behalf of a consumer before the first: FlashAttention-3's mma_init.
+        """Gives the first turn to warpgroup 0; comes before the first `wait`."""
+        # The last consumer acts as the one before the first, like FlashAttention-3's mma_init.
         if self._on:
             pl.when(self._me == self._consumers - 1)(lambda: self._named("arrive", jnp.int32(0)))
 
     def wait(self) -> None:
-        """Until it is this warpgroup's turn."""
+        """Waits until it is this warpgroup's turn."""
         if self._on:
             self._named("sync", self._me)
 
     def arrive(self) -> None:
-        """The next warpgroup's turn."""
+        """Gives the turn to the next warpgroup."""
         if self._on:
             self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._consumers)))
 
     def enter(self) -> None:
-        """Before a mainloop's first step."""
+        """Waits for the turn before a mainloop's first step, if turns are held."""
         if self._held:
             self.wait()
 
     def wait_to_begin(self) -> None:
-        """Before the products that begin a step."""
+        """Waits for the turn before the products that begin a step, unless turns are held."""
         if not self._held:
             self.wait()
 
     def wait_to_end(self) -> None:
-        """Before the products that end a step."""
+        """Waits for the turn before the products that end a step, if turns are held."""
         if self._held:
             self.wait()
 
     def leave(self) -> None:
-        """After a mainloop's last step."""
+        """Gives the turn away after a mainloop's last step, if turns are held."""
         if self._held:
             self.arrive()
 
     def end(self) -> None:
-        """After the last `arrive`: nobody waits for a turn any more."""
-        # The last arrival of all has nobody else to wait for it: no barrier is left half used.
+        """Ends the ping-pong after the last `arrive`, when nobody waits for a turn any more."""
+        # Nobody else waits for the last arrival, which would leave a barrier half used.
         if self._on:
             pl.when(self._me == 0)(lambda: self._named("sync", jnp.int32(0)))
 
@@ -75,8 +75,8 @@ class PingPong:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
         def emit(_: Context, barrier: Registers) -> None:
             void = ir.Type.parse("!llvm.void")
-            # Of two warpgroups: the one that arrives goes on, the other waits. JAX's own kernel has
-            # one mbarrier on which both arrive and wait, which keeps them in lockstep.
+            # A barrier of two warpgroups: the one that arrives goes on, the other waits. JAX's own
+            # kernel has one mbarrier on which both arrive and wait, which keeps them in lockstep.
             text = f"bar.{operation} $0, {2 * THREADS};"
             number: MlirValue = barrier.registers[()]
             llvm.inline_asm(void, [number], text, "r", has_side_effects=True)

@@ -11,18 +11,18 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 
-# What is copied, to which buffer of a stage, and where in it.
+# The source of a copy, the buffer of a stage that it goes to, and the place in that buffer.
 Copy = tuple[Ref, int, tuple[int, ...]]
 
 
 class Pipeline:
     """Buffers in shared memory that one warpgroup fills and others read, over and over.
 
-    CUTLASS's PipelineTmaAsync. The n-th filling goes to stage n modulo their number; it waits until
-    every consumer has released what was there.
+    It corresponds to CUTLASS's PipelineTmaAsync. The n-th filling goes to stage n modulo the number
+    of stages, after every consumer has released what was there.
 
-    The programs of a cluster may have pipelines in step, and fill all of them together: `cluster`
-    is the name of its axis.
+    The programs of a cluster may run their pipelines in step and fill all of them together;
+    `cluster` is then the name of the cluster's axis.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Pipeline:
     ) -> Scratch:
         """The scratch types of a pipeline: buffers [stages, ...], filled by `copies` at a time.
 
-        consumers: of one program; in a cluster those of all programs release a buffer.
+        consumers: of one program. In a cluster the consumers of all programs release a buffer.
         """
-        # Pallas counts warpgroups; below, all of their threads arrive, for all of them have read.
+        # Pallas counts warpgroups. In the machine all of their threads arrive, as all have read.
         empty: Scratch = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
         if cluster is not None:
             # Programs of a cluster fill each other's memory: all of them have to be done with it.
             empty = plgpu.ClusterBarrier(
                 collective_axes=(cluster,), num_arrivals=consumers, num_barriers=stages
             )
-        # One arrival a copy: it announces its bytes, and the barrier waits for those, too.
+        # Each copy arrives once and announces its bytes; the barrier waits for the bytes, too.
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         return tuple(buffers), full, empty
 
@@ -64,13 +64,13 @@ class Pipeline:
         *copies: Copy,
         to_all: Sequence[Copy] = (),
     ) -> None:
-        """The n-th filling, from copies (source, which buffer, where in it).
+        """Starts the copies of the n-th filling, once its stage is free.
 
-        to_all: those that all programs of the cluster name, of which each makes its part for all.
+        to_all: copies that all programs of the cluster name. Each program copies a part, to all.
         """
         stage = self._stage(n)
-        # The first fillings find empty stages: nobody has arrived for those. CUTLASS starts its
-        # producer with the inverted phase instead.
+        # The first fillings find empty stages, for which no consumer arrives, so they do not wait.
+        # CUTLASS starts its producer with the inverted phase instead.
         pl.when(n >= self._stages)(partial(plgpu.barrier_wait, self._empty.at[stage]))
         for axes, some in ((None, copies), (self._cluster, to_all)):
             for source, buffer, place in some:
@@ -78,21 +78,21 @@ class Pipeline:
                 plgpu.copy_gmem_to_smem(source, target, self._full.at[stage], collective_axes=axes)
 
     def producer_tail(self, n: Array) -> None:
-        """After n fillings, the last: until every consumer has released them all."""
-        # Otherwise the program might end, and its memory go to another, while consumers arrive at
-        # its barriers: CUTLASS's producer_tail.
+        """Waits, after n fillings in all, until every consumer has released all of them."""
+        # Otherwise the program might end, and its memory go to another program, while consumers
+        # still arrive at its barriers. CUTLASS has the same producer_tail.
         for back in range(1, self._stages + 1):
             stage = self._stage(n - back)
             pl.when(n >= back)(partial(plgpu.barrier_wait, self._empty.at[stage]))
 
     def consumer_wait(self, n: Array | int) -> None:
-        """Until the n-th filling is there."""
+        """Waits until the n-th filling is there."""
         plgpu.barrier_wait(self._full.at[self._stage(n)])
 
     def consumer_release(self, n: Array | int) -> None:
-        """This consumer needs the n-th filling no more."""
+        """Releases the n-th filling, which this consumer no longer needs."""
         plgpu.barrier_arrive(self._empty.at[self._stage(n)])
 
     def get(self, n: Array | int, *place: Array | int, buffer: int = 0) -> Ref:
-        """A reference to the n-th filling."""
+        """A reference to a buffer of the n-th filling, or to a place in it."""
         return self._buffers[buffer].at[(self._stage(n), *place)]

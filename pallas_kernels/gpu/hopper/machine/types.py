@@ -1,14 +1,14 @@
-"""Names for what kernels are written with, most of which Pallas gives no type."""
+"""Type names for what kernels are written with; Pallas has no types for most of it."""
 
 from typing import Any, TypeAlias
 
 from jax.experimental.mosaic.gpu import fragmented_array, launch_context
 
 Ref: TypeAlias = Any
-"""A reference to global or shared memory, to a part of it, or to barriers, inside of a kernel."""
+"""A reference, inside a kernel, to global or shared memory, to a part of it, or to barriers."""
 
 Scratch: TypeAlias = Any
-"""What describes the shared memory, registers and barriers of a kernel to `plgpu.kernel`."""
+"""A description of shared memory, registers or barriers of a kernel, for `plgpu.kernel`."""
 
 Accumulator: TypeAlias = Any
 """A reference to registers that products are added to."""
@@ -23,4 +23,4 @@ Registers: TypeAlias = fragmented_array.FragmentedArray
 """An array in the registers of a warpgroup, where instructions are written one by one."""
 
 Context: TypeAlias = launch_context.LaunchContext
-"""What Mosaic GPU hands to such code first."""
+"""The first argument that Mosaic GPU gives to code that writes instructions one by one."""

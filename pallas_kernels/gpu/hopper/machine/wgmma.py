@@ -27,40 +27,40 @@ _SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
 
 
 def accumulator(rows: int, columns: int) -> Scratch:
-    """Registers that a product adds to."""
+    """The scratch type of registers [rows, columns] that products are added to."""
     return plgpu.ACC((rows, columns), jnp.float32)
 
 
 def as_operand(x: Array, memory: Ref | None) -> Array | Ref:
-    """A left operand: the registers themselves, or `memory` that they are written to."""
+    """Returns x as a left operand: the registers themselves, or `memory` after a store of x."""
     if memory is None:
         return x
     memory[...] = x
-    plgpu.commit_smem()  # products read by the asynchronous proxy, which sees no plain stores
+    plgpu.commit_smem()  # products read through the async proxy, which sees no plain stores
     return memory
 
 
 def add_product(total: Array, left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
-    """total + left right, waited for."""
+    """Returns total + left right, after waiting for the product."""
 
     def product(out: Accumulator) -> Array:
         plgpu.wgmma(out, left, right)
         return out[...]
 
-    if interpret:  # which knows no accumulator that begins with a value
+    if interpret:  # the interpreter has no accumulator that begins with a value
         return total + pl.run_scoped(product, accumulator(*total.shape))
     # `run_state` waits for the product before it gives the registers back.
     return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
 
 
 def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
-    """left rightᵀ [64, columns] of bfloat16 rows [64, H] and [columns, H] in shared memory.
+    """Starts left rightᵀ [64, columns], of bfloat16 [64, H] and [columns, H] in shared memory.
 
-    It is under way, and there when it has been waited for. Unlike `plgpu.wgmma` it adds to nothing,
-    where that adds to zeros, which are written first: the machine's products have a flag for it.
+    The result may be read after a wait for the product. The product does not add to an accumulator:
+    the machine has a flag for that. `plgpu.wgmma` would first write zeros, and add to them.
     """
     (rows, depth), columns = left.shape, right.shape[0]
-    if interpret:  # which knows no such product
+    if interpret:  # the interpreter has no such product
 
         def product(out: Accumulator) -> Array:
             plgpu.wgmma(out, left, right.T)
@@ -74,14 +74,14 @@ def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
         return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
     )
     def emit(_: Context, left: MlirValue, right: MlirValue) -> Registers:
-        # Both operands lie in columns of 64 features, as TMA writes swizzled tiles: descriptors of
-        # the first 16, to which an instruction each adds the place of its own.
+        # Both operands lie in column blocks of 64 features, as TMA writes swizzled tiles. These are
+        # the descriptors of the first 16 features. For each slice an offset is added to them.
         together = _SWIZZLE // 2
         (a, _), (_, stride), _ = mma_utils.create_descriptor(
             left, _SWIZZLE, (rows, together), logical_k_major=False
         )
         (b, _), (_, stride_b), _ = mma_utils.create_descriptor(
-            memref_transpose(right, (1, 0, 3, 2)),  # keys are rows: kᵀ by its descriptor alone
+            memref_transpose(right, (1, 0, 3, 2)),  # keys are rows; the descriptor alone makes kᵀ
             _SWIZZLE,
             (together, columns),
             logical_k_major=True,
@@ -97,12 +97,12 @@ def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
 def _multiply_afresh(
     a: MlirValue, b: MlirValue, offsets: Sequence[Sequence[int]], columns: int
 ) -> list[MlirValue]:
-    """Starts the sum of products of slices, and gives its registers.
+    """Starts the sum of the products of all slices, and returns its registers.
 
     Args:
       a, b: descriptors of the first slices.
       offsets: bytes from there to each slice of a and of b.
-      columns: of the result.
+      columns: how many the result has.
     """
     count = columns // 2
     total = ", ".join(f"${i}" for i in range(count))
@@ -120,7 +120,7 @@ def _multiply_afresh(
     text = f"""{{ .reg .pred begins, adds; .reg .b64 a, b;
         setp.ne.b32 begins, 0, 0; setp.ne.b32 adds, 1, 0;
         wgmma.fence.sync.aligned; {" ".join(lines)} wgmma.commit_group.sync.aligned; }}"""
-    # Outputs alone ("=f"): as "+f" they would have to be zeroed, by an instruction each.
+    # Only outputs ("=f"): as "+f" they would have to be zeroed, by an instruction each.
     register = ir.VectorType.get((1,), ir.F32Type.get())
     constraints = ",".join(["=f"] * count + ["l", "l"])
     struct = llvm.StructType.get_literal([register] * count)
@@ -129,7 +129,7 @@ def _multiply_afresh(
 
 
 def _of_registers(registers: Sequence[MlirValue], shape: tuple[int, int]) -> Registers:
-    """A product's result, in `TILE`."""
+    """The result of a product, from its registers, in the layout `TILE`."""
     layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
     found = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     array = fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
