@@ -121,7 +121,7 @@ def _variant_for_device() -> str:
 
 
 def _tiny(config: ConfigDict) -> None:
-    """A byte model that two CPU cores train in a minute and a half."""
+    """A byte model that two CPU cores train in about a minute."""
     config.model.update(layers=4, heads=4, width=128, context=256, vocab_size=320)
     config.optimizer.update(peak_lr=2e-3, end_lr=2e-4, warmup_steps=40)
     config.update(steps=250, batch_size=8, accumulation_steps=1)
