@@ -1,5 +1,7 @@
 """The commands of README, docs/train.md and docs/exploded.md work as they are written."""
 
+import gzip
+import json
 import re
 import shlex
 
@@ -79,10 +81,15 @@ def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a line of text\n" * 300)
+    with gzip.open("rows.jsonl.gz", "wt") as rows:
+        rows.writelines(json.dumps({"text": "a line of text\n" * 30}) + "\n" for _ in range(30))
     for words in OTHER:
         if words[0] == "prepare":
             texts = [str(path) for path in tmp_path.glob("*.txt")]
-            assert main([w for word in words for w in (texts if word == "*.txt" else [word])]) == 0
+            words = [w for word in words for w in (texts if word == "*.txt" else [word])]
+            # The default tokenizer downloads its vocabulary.
+            tokenizer = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
+            assert main([*words, *tokenizer]) == 0, words
     # All sizes except the number of steps, which the page sets.
     small = ["--config.devices=1"]
     small += [f"--config.{name}={value}" for name, value in TINY.items() if name != "steps"]
