@@ -137,7 +137,8 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     from lowprec_attn.lab.processes import cpu_slots, gpu_slots
 
     if args.jobs is None:
-        return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+        devices = None if args.devices is None else args.devices.split(",")
+        return gpu_slots(devices) or cpu_slots(1)
     if args.jobs < 1:
         raise RunError(f"--jobs must be at least 1, got {args.jobs}")
     if args.jobs > _MOST_JOBS:

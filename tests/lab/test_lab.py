@@ -63,7 +63,7 @@ def test_every_gpu_has_one_arm_at_a_time_and_all_are_used(lab):
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine))
 
 
-@pytest.mark.parametrize("devices", ["-1", "0,,1", "0,99999999", "0+", "cpu", "0 1", "²"])
+@pytest.mark.parametrize("devices", ["", "-1", "0,,1", "0,99999999", "0+", "cpu", "0 1", "²"])
 def test_devices_that_are_none_are_refused_before_anything_starts(lab, devices):
     code, output = lab({"a": "finish"}, f"--devices={devices}")
     assert (code, output.count("\n")) == (EXIT_BAD_INPUT, 1)
