@@ -105,8 +105,9 @@ def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
 def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
     """Opens every text once, because otherwise each arm would fail for the same reason."""
     fields = [experiment.fields(trial) for trial in trials]
-    for path in dict.fromkeys(of["data.path"] for of in fields if "data.path" in of):
-        tokens.load(path)
+    for path in dict.fromkeys(of.get("data.path", "None") for of in fields):
+        if path != "None":  # as a flag says it: the built-in text
+            tokens.load(path)
 
 
 def _task(experiment: Experiment, trial: Trial, run: ArmRun, trainer: Sequence[str]) -> Task:

@@ -241,6 +241,11 @@ def test_a_text_that_cannot_be_read_is_told_once_before_any_arm_starts(lab, tmp_
     assert lab(acts, head=head)[0] == 0
 
 
+def test_the_built_in_text_is_no_directory_to_be_opened(lab):
+    flags = ("--jobs", "1", "--config.data.path=None")
+    assert lab({"a": "finish"}, *flags, head="[shared]\ndata.path = 'data/mine'")[0] == 0
+
+
 def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     tmp_path, compilations, text
 ):
