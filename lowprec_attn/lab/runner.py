@@ -122,7 +122,7 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
     running: list[str] = []
     for event in events:
         if event is None:
-            if time.monotonic() - said > _PROGRESS_SECONDS:
+            if running and time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()
                 _say("step " + ", ".join(f"{runs[name].steps_done} of {name}" for name in running))
             continue
@@ -132,7 +132,8 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
             _say(f"{name}: {outcome.text}; waits for {event.slot.name} {number}")
             continue
         if event.kind == "started":
-            running.append(name)
+            if name not in running:  # a job that was queued again starts again
+                running.append(name)
             _say(f"{name}: {outcome.text}; starts on {event.slot.name} {number}")
             continue
         running.remove(name)

@@ -111,6 +111,17 @@ def test_what_waits_is_said_and_for_which_gpu(lab):
     assert "wait until" not in output
 
 
+def test_progress_names_each_arm_that_runs_once(monkeypatch, capsys, tmp_path):
+    """Jobs may wait for hours before one starts, and one that is queued again starts again."""
+    monkeypatch.setattr(runner, "_PROGRESS_SECONDS", -1)
+    task, slot = processes.Task("a", [], tmp_path / "a.log"), processes.Slot("Slurm", {}, "job")
+    kinds = ("submitted", None, "started", None, "started", None, "ended", None)
+    events = (kind and processes.Event(kind, task, slot, 1, 0, 0.0, True) for kind in kinds)
+    assert runner._watch({"a": ArmRun(tmp_path, "a")}, events) == {}
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("step")] == ["step 0 of a"] * 2
+
+
 def test_lines_fit_the_terminal_but_for_commands(lab, monkeypatch):
     lab({"a": "nan"})
     monkeypatch.setenv("COLUMNS", "40")
