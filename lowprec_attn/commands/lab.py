@@ -176,6 +176,11 @@ def _report(args: argparse.Namespace) -> None:
     from lowprec_attn.lab.report.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
+    if args.positive_control is not None and args.positive_control == args.negative_control:
+        raise RunError(
+            f"--positive-control and --negative-control both name {args.positive_control}; the one "
+            "must break and the other must not, so give two arms"
+        )
     if args.figure is not None:  # checked before the records are read, which takes long
         require_figure_format(args.figure)
         require_output(args.figure, [archive.path_of(args.results)])
