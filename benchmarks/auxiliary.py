@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import program
 from benchmarks.attention.records import Record, environment, reason, write
 from benchmarks.attention.timing import Results, Timed, in_one_program, interleave
 from benchmarks.shapes import SHAPES, Shape
@@ -95,6 +96,7 @@ def measure(shape: Shape, options: dict[str, Any], *, backward: bool, rounds: in
     return rows
 
 
+@program.told
 def main() -> int:
     """Measures all outputs, prints the times and writes the records."""
     parser = argparse.ArgumentParser(

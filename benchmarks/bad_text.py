@@ -8,6 +8,7 @@ bytes.
 """
 
 import hashlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ def spoiled(ids: UInt[np.ndarray, " count"]) -> UInt[np.ndarray, " count"]:
     return copy
 
 
+@program.told
 def main() -> None:
     """Writes `train.bin`, `val.bin` and `meta.json`."""
     parser = program.parser(__doc__)
@@ -48,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

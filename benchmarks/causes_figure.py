@@ -5,6 +5,7 @@
 It reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,7 @@ NOT_ROUNDED = (
 )
 
 
+@program.told
 def main() -> None:
     """Writes the picture."""
     parser = program.parser(__doc__)
@@ -132,4 +134,4 @@ def _draw(axis: Axes, values: Sequence[Sequence[float]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

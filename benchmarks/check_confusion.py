@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import program
+from benchmarks import fidelity, program
 from benchmarks.planted import (
     ARITHMETICS,
     BUGS,
@@ -36,7 +36,7 @@ from benchmarks.planted import (
 from lowprec_attn import check
 from lowprec_attn.check.measure import as_rows
 from lowprec_attn.check.target import ABILITIES, Setting
-from lowprec_attn.files import append_line, complete_lines
+from lowprec_attn.files import append_line
 from lowprec_attn.tables import markdown
 
 _SHAPES = ((64, 32), (96, 64))  # tokens and head size
@@ -70,8 +70,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.read:
-        records = [json.loads(line) for line in complete_lines(args.read)]
-        print("\n".join(tables(records)), end="")
+        print("\n".join(tables(fidelity.read_records(args.read))), end="")
         return
     rng = np.random.default_rng(args.seed)
     for check_one in itertools.chain(

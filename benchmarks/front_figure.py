@@ -5,6 +5,7 @@
 It writes front_light.png and front_dark.png from results/true_bfloat16.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,7 @@ NANOGPT = (
 )
 
 
+@program.told
 def main() -> None:
     """Writes both files."""
     parser = program.parser(__doc__)
@@ -142,4 +144,4 @@ def _legend(axis: Axes) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -80,7 +80,8 @@ def main() -> None:
     defined = definition(flags, args.data).select(args.arms)
     if args.seeds is not None:
         defined = defined.with_seeds(args.seeds)
-    slots = gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+    devices = None if args.devices is None else args.devices.split(",")
+    slots = gpu_slots(devices) or cpu_slots(1)
     command = (sys.executable, "-m", "benchmarks.nanogpt_run", str(args.nanogpt.absolute()))
     again = f"{program.name()} {shlex.join(sys.argv[1:])}"
     runner.run_arms(defined, args.workdir.absolute(), slots, command, again)

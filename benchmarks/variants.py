@@ -104,6 +104,7 @@ def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Rec
     return rows
 
 
+@program.told
 def main() -> int:
     """Measures all variants, prints the times and writes the records."""
     parser = program.parser(__doc__)

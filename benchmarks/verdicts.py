@@ -30,7 +30,6 @@ from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import append_line
 from lowprec_attn.lab import records
-from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.lab.report.verdicts import FILE, read
 from lowprec_attn.runs.instability import rollbacks
@@ -107,7 +106,7 @@ def _missing(
     controls = {one.seed: one for one in runs if one.arm.control == "positive"}
     for record in runs:
         for distance, step in steps(record, controls.get(record.seed), before).items():
-            if (Trial(record.arm, record.seed).name, distance) not in done:
+            if (record.name, distance) not in done:
                 yield record, distance, step
 
 
@@ -124,11 +123,15 @@ def main() -> None:
     if args.seeds is not None:
         runs = records.of_seeds(runs, args.seeds)
     for record, before, step in _missing(runs, args.before, args.results):
-        name = Trial(record.arm, record.seed).name
-        line = {"run": name, "before": before, "step": step}
-        line |= diagnose(args.workdir / name, step)
+        line = {"run": record.name, "before": before, "step": step}
+        line |= diagnose(args.workdir / record.name, step)
         append_line(args.results / FILE, json.dumps(line))
-        print(name, "newest" if before is None else f"{before} before", line["kind"], flush=True)
+        print(
+            record.name,
+            "newest" if before is None else f"{before} before",
+            line["kind"],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

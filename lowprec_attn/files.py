@@ -338,8 +338,12 @@ class LineFile:
           OSError: the disk is full or not writable.
         """
         line = f"{text}\n".encode()
-        if self._file.write(line) != len(line):
-            # Only a disk that has just become full, or a file size limit, cuts a write short.
+        written = self._file.write(line)
+        if written != len(line):
+            # Only a disk that has just become full, or a file size limit, cuts a write short. The
+            # part is removed, because the next line would be joined to it.
+            descriptor = self._file.fileno()
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return line
 

@@ -91,7 +91,13 @@ def connect(
 
 def _is_address(text: str) -> bool:
     match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
-    return match is not None and 1 <= int(match[1]) <= 65535
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        return False
+    try:
+        text.rpartition(":")[0].encode("idna")  # as `socket` encodes a name, which may not have ..
+    except UnicodeError:
+        return False
+    return True
 
 
 def _wait_for(address: str) -> None:

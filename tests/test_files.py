@@ -1,5 +1,7 @@
 """Writing files, reading lines, locks, and a disk that refuses a write."""
 
+import resource
+
 import pytest
 
 from lowprec_attn import files
@@ -36,6 +38,20 @@ def test_a_cut_off_line_does_not_count(tmp_path):
     assert files.complete_lines(path) == [b"a\n", "ü\n".encode()]
     path.write_bytes(b"half")
     assert files.complete_lines(path) == []
+
+
+def test_a_line_that_a_full_disk_cut_off_is_not_joined_to_the_next(tmp_path):
+    path = tmp_path / "lines"
+    files.append_line(path, "a")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(DiskError, match="No space left on device"):
+            files.append_line(path, "cut off")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    files.append_line(path, "b")
+    assert path.read_bytes() == b"a\nb\n"
 
 
 def test_a_lock_holds_until_it_is_closed(tmp_path):

@@ -42,7 +42,7 @@ def main() -> int:
         _report(records)
         if args.plot:
             _draw(records, args.plot)
-    except RunError as error:
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.require and not targets.all_met(list(targets.outcomes(records))):

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from lowprec_attn.errors import RunError
+from lowprec_attn.files import make_directory, write_atomically, writing
 
 Record = dict[str, Any]
 
@@ -62,9 +63,15 @@ def reason(error: Exception) -> str:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes the records to a file, one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    """Writes the records to a file, one JSON object per line.
+
+    Raises:
+      DiskError: the disk refuses. What the file held before is then still there.
+    """
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with writing(path):
+        make_directory(path.parent)
+        write_atomically(path, text.encode())
 
 
 def read(path: Path) -> list[Record]:
@@ -74,7 +81,7 @@ def read(path: Path) -> list[Record]:
       RunError: there is no such file, or it holds something else.
     """
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read records from {path}: {error}") from error
     if not all(isinstance(record, dict) and "kind" in record for record in records):

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks import program
 from benchmarks.attention.records import Record, write
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
@@ -266,6 +267,7 @@ def _row(record: Record, splash: Record) -> list[str]:
     return [*named, *millions, *ratios, f"{max(record['vmem'].values()) / 2**20:.1f}"]
 
 
+@program.told
 def main() -> None:
     """Compiles, prints the table and writes the records; see the module."""
     parser = argparse.ArgumentParser(
@@ -295,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -137,7 +137,8 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     from lowprec_attn.lab.processes import cpu_slots, gpu_slots
 
     if args.jobs is None:
-        return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+        devices = None if args.devices is None else args.devices.split(",")
+        return gpu_slots(devices) or cpu_slots(1)
     if args.jobs < 1:
         raise RunError(f"--jobs must be at least 1, got {args.jobs}")
     if args.jobs > _MOST_JOBS:
@@ -175,6 +176,11 @@ def _report(args: argparse.Namespace) -> None:
     from lowprec_attn.lab.report.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
+    if args.positive_control is not None and args.positive_control == args.negative_control:
+        raise RunError(
+            f"--positive-control and --negative-control both name {args.positive_control}; the one "
+            "must break and the other must not, so give two arms"
+        )
     if args.figure is not None:  # checked before the records are read, which takes long
         require_figure_format(args.figure)
         require_output(args.figure, [archive.path_of(args.results)])

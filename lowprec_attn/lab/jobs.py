@@ -123,7 +123,7 @@ class Cluster:
         except RuntimeError as error:
             raise RunError(f"--launcher=slurm: {str(error).splitlines()[0]}") from error
         try:
-            self._executor.update_parameters(**{n: _value(x) for n, x in options.items()})
+            self._executor.update_parameters(**{n: _value(n, x) for n, x in options.items()})
         except ValueError as error:
             raise RunError(f"--slurm: {str(error).splitlines()[0]}") from error
 
@@ -173,8 +173,10 @@ class Cluster:
         }
 
 
-def _value(word: str) -> int | str:
-    return int(word) if word.isdecimal() else word
+def _value(name: str, word: str) -> int | str:
+    """Returns a number, unless that is written otherwise: `account=0042` names an account."""
+    is_number = name in _WHOLE or (word.isdecimal() and str(int(word)) == word)
+    return int(word) if is_number else word
 
 
 def run_jobs(

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from lowprec_attn.counts import many
 from lowprec_attn.lab import archive
 from lowprec_attn.lab.archive import RecordError, StoredRun
-from lowprec_attn.lab.experiment import Arm
+from lowprec_attn.lab.experiment import Arm, Trial
 from lowprec_attn.lab.report.mechanism import mechanism
 from lowprec_attn.runs.instability.explosion import (
     RUNAWAY_RULE,
@@ -39,6 +39,7 @@ class ArmRecord:
       val_losses: the validation losses by step.
       gradient_norms: the gradient norms by step, before clipping; not all steps are kept.
       warmup_steps: the warm-up steps of the learning rate.
+      names_seed: whether its experiment has seeds, so that the name of its directory has the seed.
       signals: by step and layer, the signals of `collection.SIGNALS` by name, one value per head.
       failure: the step and message of the value that was not finite, or of the explosion, that
         ended the run; None if neither did.
@@ -64,6 +65,7 @@ class ArmRecord:
     runaway_rule: RunawayRule = RUNAWAY_RULE
     gradient_norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
     warmup_steps: int = 0
+    names_seed: bool = True
 
     @classmethod
     def of(cls, run: StoredRun, lengths: Mapping[str, int], place: Path) -> Self:
@@ -102,9 +104,15 @@ class ArmRecord:
                 runaway_rule=RunawayRule(**header.get("runaway_rule", {})),
                 gradient_norms=_finite_or_not(run.columns.get("grad_norm", {})),
                 warmup_steps=config["optimizer"]["warmup_steps"],
+                names_seed=header.get("seed") is not None,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecordError(f"{place} does not hold the record of an arm ({error!r})") from error
+
+    @property
+    def name(self) -> str:
+        """The name of its run directory."""
+        return Trial(self.arm, self.seed if self.names_seed else None).name
 
     @property
     def not_finite(self) -> int | None:

@@ -105,8 +105,9 @@ def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
 def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
     """Opens every text once, because otherwise each arm would fail for the same reason."""
     fields = [experiment.fields(trial) for trial in trials]
-    for path in dict.fromkeys(of["data.path"] for of in fields if "data.path" in of):
-        tokens.load(path)
+    for path in dict.fromkeys(of.get("data.path", "None") for of in fields):
+        if path != "None":  # as a flag says it: the built-in text
+            tokens.load(path)
 
 
 def _task(experiment: Experiment, trial: Trial, run: ArmRun, trainer: Sequence[str]) -> Task:
@@ -121,7 +122,7 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
     running: list[str] = []
     for event in events:
         if event is None:
-            if time.monotonic() - said > _PROGRESS_SECONDS:
+            if running and time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()
                 _say("step " + ", ".join(f"{runs[name].steps_done} of {name}" for name in running))
             continue
@@ -131,7 +132,8 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
             _say(f"{name}: {outcome.text}; waits for {event.slot.name} {number}")
             continue
         if event.kind == "started":
-            running.append(name)
+            if name not in running:  # a job that was queued again starts again
+                running.append(name)
             _say(f"{name}: {outcome.text}; starts on {event.slot.name} {number}")
             continue
         running.remove(name)

@@ -1,9 +1,11 @@
 """The benchmark takes fair samples, reports what it drops, and judges its ratios correctly."""
 
 import dataclasses
+import errno
 import importlib
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from matplotlib.figure import Figure
 
+from benchmarks import bad_text, causes_figure
 from benchmarks.attention import __main__ as command
 from benchmarks.attention import memory, own, peers, table, targets, timing
 from benchmarks.attention.candidates import candidates, for_shape, select
@@ -26,6 +30,7 @@ from benchmarks.attention.timing import JaxCandidate, Timed
 from benchmarks.attention.torch_sdpa import torch_candidates
 from benchmarks.shapes import SHAPES, SWEEP, Shape
 from lowprec_attn.errors import RunError
+from lowprec_attn.files import DiskError
 from lowprec_attn.numerics import PRESETS
 
 TINY = Shape(1, 64, 2, 32)
@@ -264,6 +269,32 @@ def test_records_survive_a_file(tmp_path: Path) -> None:
         read(path)
     with pytest.raises(RunError, match="cannot read"):
         read(tmp_path / "none.jsonl")
+
+
+def test_a_full_disk_leaves_the_records_that_were_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bench.jsonl"
+    write(path, complete_records())
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskError, match=r"cannot write .*: No space left on device"):
+        write(path, [*complete_records(), {"kind": "time"}])
+    assert read(path) == complete_records()
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["program", str(tmp_path / "file" / "name")])
+    monkeypatch.setattr(causes_figure, "figure", lambda: Figure())
+    for program in (bad_text, causes_figure):
+        assert program.main() == 1
+        assert re.fullmatch(r"error: .*\n", capsys.readouterr().err)
 
 
 def test_targets_met() -> None:

@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import lzma
 import sys
 
 import pytest
 from command import ROOT
 
-from benchmarks import fp8
+from benchmarks import check_confusion, fp8
 
 FOLDER = ROOT / "results" / "fp8"
 
@@ -33,8 +34,24 @@ def test_an_arm_is_measured_and_tabled(tmp_path, monkeypatch, capsys):
     assert normalized["ds"] < 1e-6 < 1e-4 < normalized["cast"]
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["fp8", f"--read={out}"])
-    fp8.main()
+    assert fp8.main() == 0
     assert "| transformer_engine_fp8, delta normalized" in capsys.readouterr().out
+
+
+def test_a_file_of_several_calls_is_read_packed_or_not_and_no_other(tmp_path, monkeypatch, capsys):
+    lines, packed = (FOLDER / "cpu.jsonl").read_bytes(), tmp_path / "twice.jsonl.xz"
+    (tmp_path / "bad.jsonl").write_bytes(b"no records\n")
+    packed.write_bytes(lzma.compress(2 * lines, preset=0))
+    assert len(list(fp8.tables(packed))) == len(fp8.SCORES)
+    packed.write_bytes(lzma.compress((ROOT / "results" / "check" / "confusion.jsonl").read_bytes()))
+    monkeypatch.setattr(sys, "argv", ["check_confusion", f"--read={packed}"])
+    assert check_confusion.main() == 0
+    assert "| bug (" in capsys.readouterr().out
+    for program in (fp8, check_confusion):
+        for name in ("bad.jsonl", "none.jsonl"):
+            monkeypatch.setattr(sys, "argv", ["program", f"--read={tmp_path / name}"])
+            assert program.main() == 1
+            assert f"{name} holds no records of this program" in capsys.readouterr().err
 
 
 def test_the_records_are_those_of_the_arms_and_of_the_page():

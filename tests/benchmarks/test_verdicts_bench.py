@@ -72,8 +72,11 @@ def test_a_run_that_went_back_is_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_what_was_diagnosed_is_not_diagnosed_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(records, "read_all", lambda _: [record("a", 420), record("b", None)])
-    monkeypatch.setattr(verdicts, "diagnose", lambda run, step: {"code": 0, "kind": "none"})
+    runs = [record("a", 420), record("b", None), record("unseeded", 120, names_seed=False)]
+    monkeypatch.setattr(records, "read_all", lambda _: runs)
+    monkeypatch.setattr(
+        verdicts, "diagnose", lambda run, step: {"code": 0, "kind": "none", "path": str(run)}
+    )
     command = ["verdicts", "work", str(tmp_path), "--before", "100"]
     monkeypatch.setattr(sys, "argv", command)
     assert verdicts.main() == 0
@@ -82,12 +85,14 @@ def test_what_was_diagnosed_is_not_diagnosed_again(tmp_path, monkeypatch, capsys
     assert [(line["run"], line["before"], line["step"]) for line in lines] == [
         *(("a-seed1", None, None), ("a-seed1", 100, 320)),
         *(("b-seed1", None, None), ("b-seed1", 100, 900)),
+        ("unseeded", None, None),
     ]
-    assert len(capsys.readouterr().out.splitlines()) == 4
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:3]))
+    assert lines[-1]["path"] == "work/unseeded"
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:3] + lines[4:]))
     assert verdicts.main() == 0
     assert capsys.readouterr().out == "b-seed1 100 before none\n"
-    assert len(path.read_text().splitlines()) == 4
+    assert len(path.read_text().splitlines()) == 5
 
 
 def test_a_bad_text_differs_from_the_built_in_one_in_one_stretch(tmp_path, monkeypatch):

@@ -165,6 +165,13 @@ def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_pa
     assert line.startswith("error: ") and says in line
 
 
+def test_a_name_of_digits_reaches_slurm_as_it_is(tmp_path, monkeypatch):
+    login_node(tmp_path, monkeypatch)
+    given = {"time": "060", "account": "0042", "cpus_per_task": "8", "mem": "64G"}
+    asked = jobs.Cluster("slurm", tmp_path, given)._executor.parameters
+    assert asked == {"time": 60, "account": "0042", "cpus_per_task": 8, "mem": "64G"}
+
+
 def login_node(directory, monkeypatch):
     """Stand-ins for Slurm's programs, which do nothing."""
     for name in ("srun", "sbatch", "squeue"):

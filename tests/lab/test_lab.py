@@ -63,7 +63,7 @@ def test_every_gpu_has_one_arm_at_a_time_and_all_are_used(lab):
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine))
 
 
-@pytest.mark.parametrize("devices", ["-1", "0,,1", "0,99999999", "0+", "cpu", "0 1", "²"])
+@pytest.mark.parametrize("devices", ["", "-1", "0,,1", "0,99999999", "0+", "cpu", "0 1", "²"])
 def test_devices_that_are_none_are_refused_before_anything_starts(lab, devices):
     code, output = lab({"a": "finish"}, f"--devices={devices}")
     assert (code, output.count("\n")) == (EXIT_BAD_INPUT, 1)
@@ -109,6 +109,17 @@ def test_what_waits_is_said_and_for_which_gpu(lab):
     assert output.splitlines()[0] == waiting
     _, output = lab(dict.fromkeys("abc", "finish"), "--devices", "3,5,3")
     assert "wait until" not in output
+
+
+def test_progress_names_each_arm_that_runs_once(monkeypatch, capsys, tmp_path):
+    """Jobs may wait for hours before one starts, and one that is queued again starts again."""
+    monkeypatch.setattr(runner, "_PROGRESS_SECONDS", -1)
+    task, slot = processes.Task("a", [], tmp_path / "a.log"), processes.Slot("Slurm", {}, "job")
+    kinds = ("submitted", None, "started", None, "started", None, "ended", None)
+    events = (kind and processes.Event(kind, task, slot, 1, 0, 0.0, True) for kind in kinds)
+    assert runner._watch({"a": ArmRun(tmp_path, "a")}, events) == {}
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("step")] == ["step 0 of a"] * 2
 
 
 def test_lines_fit_the_terminal_but_for_commands(lab, monkeypatch):
@@ -239,6 +250,11 @@ def test_a_text_that_cannot_be_read_is_told_once_before_any_arm_starts(lab, tmp_
     assert lab(acts, head=head)[0] == 0
     shutil.rmtree(text)  # finished arms no longer need it
     assert lab(acts, head=head)[0] == 0
+
+
+def test_the_built_in_text_is_no_directory_to_be_opened(lab):
+    flags = ("--jobs", "1", "--config.data.path=None")
+    assert lab({"a": "finish"}, *flags, head="[shared]\ndata.path = 'data/mine'")[0] == 0
 
 
 def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(

@@ -494,6 +494,9 @@ def test_the_report_of_one_seed_has_outcomes_and_losses_where_there_are_controls
     assert "there is no record of seed 3; seeds are 1, 2" in capsys.readouterr().err
     assert main(["lab", "report", str(collected), "--positive-control", "nobody"]) == 1
     assert "there is no arm 'nobody'; arms are bad, good" in capsys.readouterr().err
+    both = ("--positive-control", "bad", "--negative-control", "bad")
+    assert main(["lab", "report", str(collected), *both]) == 1
+    assert "--positive-control and --negative-control both name bad" in capsys.readouterr().err
 
 
 def test_a_control_that_is_named_takes_the_place_of_the_recorded_one():

@@ -10,6 +10,9 @@ from processes.stand_in import rewrite
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import archive, collection, records
 from lowprec_attn.lab.report import figures, tables
+from lowprec_attn.lab.report.bias import bias_table
+from lowprec_attn.lab.report.outcomes import outcomes
+from lowprec_attn.lab.report.verdicts import verdict_table
 
 LAYERS = 12
 STEPS = range(0, 101, 10)
@@ -71,6 +74,19 @@ def test_records_keep_what_a_reader_needs(collected):
     assert set(layer) == set(collection.SIGNALS)
     assert layer["repeated_maxima"] == [0.1235, "-inf"]
     assert layer["score_maximum"] == [score(50, 3), 0.0]
+
+
+def test_measurements_beside_the_records_of_an_experiment_without_seeds_are_found(collected):
+    """Its run directories are named by the arm alone, although every config has a seed."""
+    found = records.read_all(collected)
+    assert [(record.name, record.seed) for record in found] == [("calm", 42), ("wild", 42)]
+    mean = [[0.0, 0.0]] * LAYERS
+    measured = {"run": "calm", "step": 50, "draws": 2, "mean": mean, "error": mean}
+    diagnosed = {"run": "calm", "before": None, "code": 0, "kind": "none", "at_batch": False}
+    (collected / "bias.ndjson").write_text(json.dumps(measured))
+    (collected / "verdicts.ndjson").write_text(json.dumps(diagnosed))
+    assert "act=finish" in bias_table(collected, found)
+    assert "calm" in verdict_table(collected, outcomes(found))
 
 
 def test_records_of_an_experiment_are_one_file_of_columns(collected):

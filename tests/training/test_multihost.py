@@ -160,11 +160,14 @@ def test_a_config_that_looked_at_the_device_is_too_early(compilations):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "nohost", "foo:bar", "localhost:", ":1234", "x:0", "x:99999", "a b:1", "http://x:1"],
+    [
+        *("", "nohost", "foo:bar", "localhost:", ":1234", "x:0", "x:99999", "a b:1", "http://x:1"),
+        *("a..b:1", ".a:1", f"{64 * 'a'}:1"),
+    ],
 )
 def test_an_address_that_is_none_is_told_before_jax_waits_for_it(address):
     with pytest.raises(RunError, match=rf"must be HOST:PORT .*, got '{address}'"):
-        hosts.connect(address, 2, 0)
+        hosts.connect(address, 2, 1)
 
 
 def test_a_coordinator_that_does_not_listen_is_named_after_a_while(monkeypatch):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_attn.lab.archive import RecordError
-from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.tables import markdown
 
@@ -34,7 +33,7 @@ def bias_table(directory: Path, records: Sequence[ArmRecord]) -> str | None:
     path = directory / "bias.ndjson"
     if not path.exists():
         return None
-    runs = {Trial(record.arm, record.seed).name: record for record in records}
+    runs = {record.name: record for record in records}
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         measured = [(line, runs[line["run"]]) for line in lines if line["run"] in runs]

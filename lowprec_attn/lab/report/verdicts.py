@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from lowprec_attn.diagnostics.verdict import Kind
 from lowprec_attn.lab.archive import RecordError
-from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.report.mechanism import NEITHER
 from lowprec_attn.lab.report.outcomes import ArmOutcome, wilson
 from lowprec_attn.runs.instability.explosion import EXCESS_NATS
@@ -67,9 +66,9 @@ def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
       RecordError: the file is damaged.
     """
     runs = {
-        Trial(outcome.arm, seed).name: (outcome.arm.name, seed, causes(outcome, seed))
+        record.name: (outcome.arm.name, seed, causes(outcome, seed))
         for outcome in found
-        for seed in outcome.records
+        for seed, record in outcome.records.items()
     }
     try:
         lines = [line for line in read(directory) if line["run"] in runs]
