@@ -15,6 +15,7 @@ from tiny import tiny_config
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.run import train
 
@@ -139,6 +140,28 @@ def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finishe
     assert "resuming at step 12" in out
     assert (finished / "metrics.jsonl").read_bytes() == before
     assert not (finished / "failure.json").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_that_goes_on_after_a_failure_no_longer_has_failed(
+    run, finished, tmp_path, monkeypatch
+):
+    """For example, the same command with another version, or on other devices."""
+    workdir, seen = tmp_path / "copy", []
+    shutil.copytree(finished, workdir)
+    (workdir / "checkpoints" / "00000012.json").unlink()
+    (workdir / "summary.json").unlink()
+    (workdir / "failure.json").write_text('{"step": 8, "message": "not finite"}')
+    write = MetricsWriter.write
+
+    def observed(self, step, values):
+        seen.append((step, (workdir / "failure.json").exists()))
+        write(self, step, values)
+
+    monkeypatch.setattr(MetricsWriter, "write", observed)
+    run(workdir)
+    assert seen[0] == (8, True)
+    assert {failed for step, failed in seen if step > 8} == {False}
 
 
 @pytest.mark.usefixtures("no_report")
