@@ -134,7 +134,7 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
         tied.
     """
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-    if _HEAD in named and not np.array_equal(named[_HEAD], named.get("wte.weight", np.zeros(0))):
+    if _HEAD in named and not same_values(named[_HEAD], named.get("wte.weight", np.zeros(0))):
         raise WeightsError(f"{_HEAD} is not wte.weight; only tied output layers are computed here")
     ours = {}
     for path, source, part in _sources(settings.layers):
@@ -148,6 +148,11 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
             tensor = np.split(tensor, 3, axis=-1)[part]
         ours[path] = (source, tensor)
     return placed(lambda: GPT2(settings, all_heads(settings), nnx.Rngs(0)), ours)
+
+
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two tables are the same; NaN, which a broken run leaves there, equals NaN."""
+    return np.array_equal(a, b, equal_nan=True)
 
 
 def placed(decoder: Callable[[], Decoder], ours: Mapping[str, tuple[str, np.ndarray]]) -> Any:

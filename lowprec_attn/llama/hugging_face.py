@@ -21,6 +21,7 @@ from lowprec_attn.gpt2.hugging_face import (
     all_heads,
     placed,
     require_values,
+    same_values,
     shape_of,
 )
 from lowprec_attn.llama.model import Llama
@@ -133,7 +134,7 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: LlamaSettings) -> An
     """
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     table = named.get("embed_tokens.weight", np.zeros(0))
-    if settings.tied and _HEAD in named and not np.array_equal(named[_HEAD], table):
+    if settings.tied and _HEAD in named and not same_values(named[_HEAD], table):
         raise WeightsError(
             f"{_HEAD} is not embed_tokens.weight, and config.json says they are tied"
         )

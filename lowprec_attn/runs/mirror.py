@@ -4,9 +4,12 @@ The run itself stays on a local disk, because it needs locks and atomic renames.
 files that a resumed run needs, even while the run trains. `pull` copies them to a new machine.
 """
 
+import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
@@ -43,10 +46,10 @@ def push(run_dir: RunDir, url: str) -> None:
         manifest = _newest_manifest(run_dir.checkpoints)
         if manifest is None:
             return
-        _push_checkpoint(run_dir, manifest, target)
+        content = _push_checkpoint(run_dir, manifest, target)
         for path in _records(run_dir):
             _replace(path, path.relative_to(run_dir.path).as_posix(), target)
-        _remove_others(run_dir, manifest, target)
+        _remove_others(run_dir, manifest, content, target)
     except (OSError, DamagedError, ImportError) as error:
         raise MirrorError(f"cannot copy {run_dir.path} to {url}: {error}") from error
 
@@ -83,7 +86,10 @@ def pull(url: str, path: str | os.PathLike[str]) -> bool:
 
 def _directory(url: str) -> DirFileSystem:
     """Returns the directory at `url`, which need not exist yet, as a file system."""
-    files, root = fsspec.url_to_fs(url)
+    try:
+        files, root = fsspec.url_to_fs(url)
+    except ValueError as error:  # fsspec knows no such protocol
+        raise MirrorError(f"{url} is no path and no address that fsspec serves: {error}") from error
     files.invalidate_cache()
     return DirFileSystem(root.rstrip("/"), files)
 
@@ -118,26 +124,64 @@ def _records(run_dir: RunDir) -> list[Path]:
     return sorted(files, key=lambda path: path == run_dir.config)
 
 
-def _push_checkpoint(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
+def _push_checkpoint(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> str:
     """Copies a checkpoint, its manifest last, unless `target` already has it.
 
-    A checkpoint exists exactly when its manifest does, both here and in the copy.
+    A checkpoint exists exactly when its manifest does, both here and in the copy. After a rollback
+    the same step may have another checkpoint there, under the same names. That one stays intact
+    until the new one is complete, so the new one gets another content directory.
+
+    Returns:
+      The name of the content directory in the copy.
     """
     name = f"{run_dir.checkpoints.name}/{manifest.name}"
-    if target.exists(name) and target.cat_file(name) == manifest.read_bytes():
-        return
-    for inside, path in Manifest.read(manifest).paths(run_dir.checkpoints):
-        _put(path, f"{run_dir.checkpoints.name}/{inside}", target)
-    _put(manifest, name, target)
+    ours = Manifest.read(manifest)
+    if not target.exists(name):
+        _put_content(run_dir, ours, ours.content, target)
+        _put(manifest, name, target)
+        return ours.content
+    fields, theirs = dataclasses.asdict(ours), _fields(target.cat_file(name))
+    content = theirs.get("content")
+    if {**theirs, "content": ours.content} == fields:
+        return str(content)
+    if content != ours.content:
+        content = ours.content
+    else:
+        step, _, version = ours.content.rpartition("-")
+        content = f"{step}-{int(version) + 1}"
+    _put_content(run_dir, ours, content, target)
+    text = json.dumps({**fields, "content": content}, indent=1)
+    target.pipe_file(f"{name}.tmp", f"{text}\n".encode())
+    target.mv(f"{name}.tmp", name)
+    return content
 
 
-def _remove_others(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
-    """Removes all other checkpoints of the copy, manifests before contents.
+def _put_content(run_dir: RunDir, ours: Manifest, content: str, target: DirFileSystem) -> None:
+    for inside, path in ours.paths(run_dir.checkpoints):
+        name = inside.removeprefix(f"{ours.content}/")
+        _put(path, f"{run_dir.checkpoints.name}/{content}/{name}", target)
 
-    In this order no manifest is ever without its content.
+
+def _fields(text: bytes) -> dict[str, Any]:
+    """Returns the fields of a manifest in the copy; none if it was cut short."""
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _remove_others(run_dir: RunDir, manifest: Path, content: str, target: DirFileSystem) -> None:
+    """Removes all other checkpoints of the copy, and records that the run itself has removed.
+
+    Manifests go before contents, so no manifest is ever without its content.
     """
     inside = f"{run_dir.checkpoints.name}/"
-    kept = (f"{inside}{manifest.name}", f"{inside}{Manifest.read(manifest).content}/")
+    kept = (f"{inside}{manifest.name}", f"{inside}{content}/")
     others = [n for n in target.find(run_dir.checkpoints.name) if not n.startswith(kept)]
     for name in sorted(others, key=lambda name: name.count("/")):
         target.rm_file(name)
+    # A run that goes on after a failure removes `failure.json`.
+    for path in (run_dir.failure, run_dir.summary, run_dir.origin, run_dir.rollbacks):
+        if not path.exists() and target.exists(path.name):
+            target.rm_file(path.name)

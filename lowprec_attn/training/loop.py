@@ -96,6 +96,7 @@ class Loop:
         self.data_state = data.get_state()
         self.saved_step = saved_step
         self.begins = saved_step is None
+        self.goes_on = False  # whether a step has been taken
         self.progress: Progress | None = None
         kept = kept_records(run.run_dir, int(state.step))
         before = next((record["signals"] for record in kept if "signals" in record), None)
@@ -191,6 +192,9 @@ class Loop:
         self.watch.add_loss(step, loss)
         if possible and self.watch.enough is not None:
             raise _UndoneError(step, "excess")
+        if not self.goes_on:  # a failure of an earlier attempt no longer says how the run ended
+            self.goes_on = True
+            hosts.first_only(self.fixed.run_dir.failure.unlink)(missing_ok=True)
         assert self.progress is not None
         seconds, tokens_done = self.progress.advance(loss)
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)

@@ -1,5 +1,7 @@
 """AdamW, warm-up and cosine decay, from Optax."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,6 +38,23 @@ def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
         )
     parts.append(optax.scale_by_learning_rate(learning_rate(settings, steps)))
     return optax.chain(*parts)
+
+
+def with_layout(settings: OptimizerSettings, clips: bool, decays: bool) -> OptimizerSettings:
+    """Returns settings whose Optax state is laid out as with or without clipping and decay."""
+    return dataclasses.replace(
+        settings, clip_norm=1.0 if clips else None, weight_decay=1.0 if decays else 0.0
+    )
+
+
+def moved(state: optax.OptState, like: optax.OptState) -> optax.OptState:
+    """Returns the state of one `adamw` in the places that another has for it.
+
+    Clipping and weight decay have a place in the chain and no arrays. Without one of them the
+    arrays behind it stand elsewhere.
+    """
+    arrays = iter([part for part in state if jax.tree.leaves(part)])
+    return tuple(next(arrays) if jax.tree.leaves(part) else part for part in like)
 
 
 def can_overflow(settings: OptimizerSettings) -> bool:

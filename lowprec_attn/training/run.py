@@ -20,6 +20,7 @@ from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
+from lowprec_attn.runs.history import load_config
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
@@ -29,6 +30,7 @@ from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, make_program, run_devices
 from lowprec_attn.training.instability.rescue import Rescue
 from lowprec_attn.training.loop import EXIT_DONE, Loop, Run
+from lowprec_attn.training.optimizer import moved, with_layout
 from lowprec_attn.training.resources import heap
 from lowprec_attn.training.resources.memory import explained_shortage, require_memory
 from lowprec_attn.training.settings import DataSettings, TrainSettings
@@ -181,17 +183,21 @@ def _restore(
         hosts.say(f"resuming at step {restored.step}")
         return restored, True
     if settings.resume_from is not None:
-        return _restore_other(settings, run_dir, target), False
+        return _restore_other(settings, devices, run_dir), False
     return None, False
 
 
-def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:
+def _restore_other(settings: TrainSettings, devices: Devices, run_dir: RunDir) -> Restored:
     """Returns a checkpoint of `resume_from`, copies its data order, and prints what changed."""
     resume_from, last_step = settings.resume_from, settings.resume_step
     assert resume_from is not None
     source = RunDir(resume_from)
     if not source.config.exists():
         raise RunError(f"resume_from={resume_from} is not a run directory: it has no config.json")
+    theirs = hosts.from_first(lambda: load_config(source.config).get("optimizer", {}))
+    clips, decays = theirs.get("clip_norm") is not None, bool(theirs.get("weight_decay"))
+    optimizer = with_layout(settings.optimizer, clips, decays)
+    target = make_program(dataclasses.replace(settings, optimizer=optimizer), devices).state
     with Checkpoints(source.checkpoints) as checkpoints:
         restored = checkpoints.restore(target, last_step)
         steps = checkpoints.steps()
@@ -209,7 +215,9 @@ def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Res
     order = {name: restored.records[name]} if name in restored.records else {}
     hosts.from_first(lambda: source.require_records(step, order))
     _record_origin(source, run_dir, step)
-    return restored
+    ours = make_program(settings, devices).state.opt_state
+    state = restored.state._replace(opt_state=moved(restored.state.opt_state, ours))
+    return dataclasses.replace(restored, state=state)
 
 
 @hosts.first_only

@@ -150,6 +150,17 @@ def test_other_models_are_refused(change, added, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_tied_table_with_nan_is_tied():
+    """The weights of a run that broke, as PyTorch saves them: the table is there twice."""
+    broken = tensors()
+    broken["wte.weight"] = broken["wte.weight"].copy()
+    broken["wte.weight"][3] = np.nan
+    broken["lm_head.weight"] = broken["wte.weight"].copy()
+    settings = hugging_face.model_settings(CONFIG, "float32")
+    params = hugging_face.parameters(broken, settings)
+    assert np.isnan(params["tokens"]["embedding"][...][3]).all()
+
+
 TEXTS = {
     "short.npy": (np.array([3]), "holds 1 token; give at least 2"),
     "beyond.npy": (

@@ -142,6 +142,12 @@ def test_other_models_are_refused(change, added, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_tied_table_with_nan_is_tied():
+    table = np.full_like(tensors()["model.embed_tokens.weight"], np.nan)
+    twice = {"model.embed_tokens.weight": table, "lm_head.weight": table.copy()}
+    read(CONFIG | {"tie_word_embeddings": True}, tensors() | twice)
+
+
 def test_a_model_type_that_is_unknown_lists_those_that_are_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "bert"}))
     with pytest.raises(folder_layers.DiagnoseError, match="'bert', and only gpt2, llama, qwen3"):

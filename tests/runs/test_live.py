@@ -1,12 +1,15 @@
 """What runs alongside training: repeated actions, and the copy that outlives the machine."""
 
+import itertools
 import shutil
 import threading
 
+import numpy as np
 import pytest
 from tiny import tiny_config
 
 from lowprec_attn.runs import live, mirror
+from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.manifest import Manifest
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
@@ -138,6 +141,67 @@ def test_a_copy_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, fi
     (manifest,) = (tmp_path / "back" / "checkpoints").glob("*.json")
     assert manifest.name == "00000004.json"
     Manifest.read(manifest).verify(manifest.parent)
+
+
+def test_a_step_that_is_taken_again_leaves_its_first_copy_intact_until_the_second(
+    tmp_path, url, monkeypatch
+):
+    """A rollback takes back a checkpoint, and the run saves the same step under the same names."""
+    with RunDir.open(tmp_path / "run", {"seed": 0}) as run:
+        pass
+
+    def push(value, limit=99):
+        with Checkpoints(run.checkpoints) as checkpoints:
+            checkpoints.discard(lambda step, records: True)
+            checkpoints.save(3, {"w": np.full(2, value, np.float32)}, {})
+        puts = itertools.count()
+
+        def put_some(path, name, target):
+            if next(puts) >= limit:
+                raise OSError("connection lost")
+            put(path, name, target)
+
+        monkeypatch.setattr(mirror, "_put", put_some)
+        mirror.push(run, url)
+
+    def pulled(name):
+        assert mirror.pull(url, tmp_path / name)
+        with Checkpoints(tmp_path / name / "checkpoints") as checkpoints:
+            return checkpoints.restore({"w": np.zeros(2, np.float32)}).state["w"][0]
+
+    put = mirror._put
+    push(1)
+    with pytest.raises(mirror.MirrorError, match="connection lost"):
+        push(2, limit=2)
+    assert pulled("cut") == 1
+    for value in (3, 4):
+        push(value)
+        assert pulled(f"back{value}") == value
+        assert len(list((tmp_path / f"back{value}" / "checkpoints").iterdir())) == 2
+    sent = []
+    monkeypatch.setattr(mirror, "_put", lambda path, name, target: sent.append(name))
+    monkeypatch.setattr(mirror, "_replace", lambda path, name, target: None)
+    mirror.push(run, url)
+    assert sent == []
+
+
+def test_a_failure_that_the_run_has_left_behind_leaves_the_copy_too(tmp_path, url, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    (run / "failure.json").write_text('{"step": 3, "message": "not finite"}')
+    mirror.push(RunDir(run), url)
+    (run / "failure.json").unlink()
+    mirror.push(RunDir(run), url)
+    assert mirror.pull(url, tmp_path / "back")
+    assert not (tmp_path / "back" / "failure.json").exists()
+    assert (tmp_path / "back" / "summary.json").exists()
+
+
+def test_an_address_of_an_unknown_protocol_is_refused(tmp_path):
+    for use in (mirror.push, mirror.pull):
+        arguments = (RunDir(tmp_path), "nope://x") if use is mirror.push else ("nope://x", tmp_path)
+        with pytest.raises(mirror.MirrorError, match="nope://x is no path and no address"):
+            use(*arguments)
 
 
 def test_nothing_is_pulled_where_there_is_nothing(tmp_path, url):

@@ -74,6 +74,22 @@ def test_a_gradient_is_followed_backward(run, once):
     assert (found.layer, found.direction) == (1, "backward")
 
 
+@pytest.mark.parametrize(
+    ("scale", "what"),
+    [(1e20, "the norm of the gradients"), (5e36, "the gradients of the parameters tokens.")],
+)
+def test_a_gradient_outside_the_layers_is_not_called_the_update(run, once, scale, what):
+    """A last norm that large has finite logits; the table's gradient, or its square, is not."""
+    settings, steps, params, batch = run
+    poisoned = jax.tree.map(lambda x: x, params)
+    # All rows then have nearly one hidden state, so their gradients add up.
+    poisoned["positions"]["embedding"][...] += jnp.linspace(-9, 9, 32)[None]
+    poisoned["norm"]["scale"][...] *= jnp.float32(scale)
+    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0), jit=once)
+    assert (found.layer, found.direction) == (None, "backward")
+    assert found.what.startswith(what)
+
+
 def test_a_healthy_step_points_at_the_update(run, once):
     settings, steps, params, batch = run
     found = find_culprit(settings, steps, params, batch, jax.random.key(0), jit=once)

@@ -24,7 +24,13 @@ from lowprec_attn.training.devices import (
     random_bits_by_kernel,
     run_devices,
 )
-from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
+from lowprec_attn.training.optimizer import (
+    adamw,
+    can_overflow,
+    learning_rate,
+    moved,
+    with_layout,
+)
 from lowprec_attn.training.step import make_steps, root_key
 
 # The implementation that serves a CPU. Naming it avoids tracing the kernels of other platforms.
@@ -174,6 +180,28 @@ def test_adam_without_epsilon_leaves_untouched_parameters_alone():
 
 # Gradients from the smallest positive number up to the largest with a finite square.
 EXTREME = jnp.array([0.0, 1e-45, 1e-38, 1e-30, 1e-23, 1e-19, 1.0, 1e10, 1.8e19])
+
+
+@pytest.mark.parametrize("theirs", [(None, 0.0), (None, 0.1), (2.0, 0.0), (2.0, 0.1)])
+@pytest.mark.parametrize("ours", [(None, 0.0), (None, 0.3), (1.0, 0.0), (1.0, 0.3)])
+def test_the_optimizer_state_of_one_layout_moves_to_another(ours, theirs):
+    params = {"w": jnp.ones((2, 2))}
+
+    def state(clip_norm, weight_decay):
+        optimizer = with_optimizer(
+            tiny_settings(), clip_norm=clip_norm, weight_decay=weight_decay
+        ).optimizer
+        return optimizer, adamw(optimizer, 10).init(params)
+
+    (settings, wanted), (_, given) = state(*ours), state(*theirs)
+    clip_norm, weight_decay = theirs
+    layout = with_layout(settings, clip_norm is not None, weight_decay > 0)
+    as_saved = adamw(layout, 10).init(params)
+    assert jax.tree.structure(as_saved) == jax.tree.structure(given)
+    filled = jax.tree.map(lambda x: x + 1, given)
+    there = moved(filled, wanted)
+    assert jax.tree.structure(there) == jax.tree.structure(wanted)
+    assert list(map(np.sum, jax.tree.leaves(there))) == list(map(np.sum, jax.tree.leaves(filled)))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from command import ROOT, finish, flags, run_here
@@ -15,8 +16,12 @@ from tiny import tiny_config
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.run import train
+from lowprec_attn.training.saved_model import settings_of
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -142,6 +147,28 @@ def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finishe
 
 
 @pytest.mark.usefixtures("no_report")
+def test_a_run_that_goes_on_after_a_failure_no_longer_has_failed(
+    run, finished, tmp_path, monkeypatch
+):
+    """For example, the same command with another version, or on other devices."""
+    workdir, seen = tmp_path / "copy", []
+    shutil.copytree(finished, workdir)
+    (workdir / "checkpoints" / "00000012.json").unlink()
+    (workdir / "summary.json").unlink()
+    (workdir / "failure.json").write_text('{"step": 8, "message": "not finite"}')
+    write = MetricsWriter.write
+
+    def observed(self, step, values):
+        seen.append((step, (workdir / "failure.json").exists()))
+        write(self, step, values)
+
+    monkeypatch.setattr(MetricsWriter, "write", observed)
+    run(workdir)
+    assert seen[0] == (8, True)
+    assert {failed for step, failed in seen if step > 8} == {False}
+
+
+@pytest.mark.usefixtures("no_report")
 def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path):
     changed = {"attention__points__saved_output": "float32", "steps": 11}
     # The run wrote checkpoints 4, 8 and 12, and kept the last two.
@@ -158,6 +185,21 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path)
     assert ours == theirs[:11]
     records = metrics.read(tmp_path / "changed" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == [8, 9, 10]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_checkpoint_is_resumed_with_clipping_and_decay_switched(run, finished, tmp_path):
+    """The moments and the step of the rate then have other places in the optimizer's state."""
+    changed = {"optimizer__clip_norm": None, "optimizer__weight_decay": 0.1}
+    workdir = tmp_path / "run"
+    out, _ = run(workdir, resume_from=finished, steps=13, **changed)
+    assert "from step 12" in out
+    settings = settings_of(workdir)
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        restored = checkpoints.restore(make_program(settings, run_devices(settings)).state)
+    leaves = jax.tree.leaves_with_path(restored.state.opt_state)
+    counts = [int(leaf) for path, leaf in leaves if "count" in jax.tree_util.keystr(path)]
+    assert counts == [13, 13]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
@@ -39,13 +40,19 @@ class Culprit(NamedTuple):
 
 
 class _Flags(NamedTuple):
-    """Flags that are True where all values are finite; a list has one entry per layer."""
+    """Flags that are True where all values are finite; a list has one entry per layer.
+
+    `others` are the gradients outside the layers, and `norm` is the norm of all gradients, which
+    overflows where a finite gradient has a square that float32 cannot hold.
+    """
 
     parameters: dict[str, Array]
     forward: list[dict[str, Array]]
     loss: Array
     d_output: list[Array]
     gradients: list[Array]
+    others: dict[str, Array]
+    norm: Array
 
 
 def find_culprit(
@@ -88,17 +95,24 @@ def _flags(
     )
     layers = range(settings.model.layers)
     return _Flags(
-        parameters={
-            jax.tree_util.keystr(path, simple=True, separator="."): _finite(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
-        },
+        parameters=_by_name(params),
         forward=[
             {name: _finite(getattr(records[i], name)) for name, _ in _FORWARD} for i in layers
         ],
         loss=_finite(loss),
         d_output=[_finite(d_outputs[i]) for i in layers],
         gradients=[_finite(grads["blocks"][i]) for i in layers],
+        others={n: flag for n, flag in _by_name(grads).items() if not n.startswith("blocks.")},
+        norm=_finite(optax.tree.norm(grads)),
     )
+
+
+def _by_name(params: Any) -> dict[str, Array]:
+    """Returns a flag for each array of the parameters, or of their gradients."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): _finite(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
+    }
 
 
 def _finite(tree: Any) -> Array:
@@ -122,4 +136,9 @@ def _first(flags: _Flags) -> Culprit | None:
             return Culprit(i, "the gradient dO of the attention output", "backward")
         if not flags.gradients[i]:
             return Culprit(i, "the gradients of its weights", "backward")
+    for name, finite in flags.others.items():
+        if not finite:
+            return Culprit(None, f"the gradients of the parameters {name}", "backward")
+    if not flags.norm:
+        return Culprit(None, "the norm of the gradients, each of which is finite", "backward")
     return None
