@@ -13,11 +13,23 @@ class HeadGroup:
     Attributes:
       heads: indices of the heads, ascending.
       numerics, row_max: the roundings and the row-max rule that they share.
+
+    Raises:
+      ValueError: `heads` is empty, is no tuple, or does not ascend.
     """
 
     heads: tuple[int, ...]
     numerics: Numerics
     row_max: RowMax
+
+    def __post_init__(self) -> None:
+        # A call selects the key heads of a group in ascending order.
+        heads = self.heads
+        if not isinstance(heads, tuple) or not heads or sorted(set(heads)) != list(heads):
+            raise ValueError(
+                f"the heads of a group must be an ascending tuple, got {heads!r}; leave out groups "
+                "without heads"
+            )
 
 
 def group_heads(arithmetic: Iterable[tuple[Numerics, RowMax]]) -> tuple[HeadGroup, ...]:

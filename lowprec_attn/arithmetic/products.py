@@ -152,12 +152,20 @@ def powers(s: Array, m: Array, unit: float, of_m: float, exponent: str) -> Array
       m: what is subtracted, m or lse; broadcasts to s.
       unit, of_m: the units of the scores and of m.
       exponent: `scale_first` rounds c s − c_m m once, as a fused multiply-add; `unfused` rounds c s
-        and the difference each.
+        and the difference each. If c s or c_m m is beyond float32, (unit · s − of_m · m) · log2 e
+        is the exponent in both.
     """
     if exponent == "unfused":
         subtracted = rounded_product(m, of_m * LOG2E)
-        return jnp.exp2(rounded_product(s, unit * LOG2E) - subtracted)
-    return jnp.exp2(multiply_add(s, unit * LOG2E, -(m * jnp.float32(of_m * LOG2E))))
+        log2_p = rounded_product(s, unit * LOG2E) - subtracted
+    else:
+        subtracted = m * jnp.float32(of_m * LOG2E)
+        log2_p = multiply_add(s, unit * LOG2E, -subtracted)
+    # The lowest finite scores, which an additive mask produces, are beyond float32 in base 2. The
+    # difference of two of them is not.
+    fits = jnp.isfinite(s * jnp.float32(unit * LOG2E)) & jnp.isfinite(subtracted)
+    difference = s * jnp.float32(unit) - m * jnp.float32(of_m)
+    return jnp.exp2(jnp.where(fits, log2_p, difference * jnp.float32(LOG2E)))
 
 
 def m_in_scores(m: Array, spec: Spec, extras: Extras) -> Array:

@@ -167,8 +167,14 @@ def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Arr
 
 
 def _is_known(given: object) -> bool:
-    """Whether this process knows the values: they are not traced, and lie on its own devices."""
-    return not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
+    """Whether this process knows the values: they are not traced, and lie on its own devices.
+
+    A list may hold traced numbers.
+    """
+    return all(
+        not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+        for x in jax.tree.leaves(given)
+    )
 
 
 def segments(
@@ -210,7 +216,7 @@ def segments(
 
 def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.ndarray:
     """Returns the ids, checked, in the dtype as given: `jnp.asarray` would cut 64 bits to 32."""
-    ids = x if isinstance(x, jax.Array) else np.asarray(x)
+    ids = np.asarray(x) if _is_known(x) and not isinstance(x, jax.Array) else jnp.asarray(x)
     if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers [batch, length] = {shape}, got {ids.dtype}{ids.shape}"

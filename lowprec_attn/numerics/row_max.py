@@ -276,8 +276,8 @@ class LazyMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         growth = jnp.float32(self.threshold * math.log(2) / unit)
-        # Before the first key both may be −inf. Their difference is then NaN, and m stays.
-        return jnp.where(r_m - m_prev > growth, r_m, m_prev)
+        # If r_m is NaN, m is too. Before the first key both may be −inf, whose difference is NaN.
+        return jnp.where(r_m - m_prev <= growth, m_prev, r_m)
 
 
 def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:

@@ -24,11 +24,13 @@ import dataclasses
 import re
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 Kind = Literal["x", "tensor", "head", "block", "mx", "nvfp4"]
 
 # How many numbers along the axis of a product share a scale.
 _ALONG_AXIS = {"mx": 32, "nvfp4": 16}
-_WRITTEN = re.compile(r"(x)([0-9.]+)|(block)([0-9]+)|(tensor|head|mx|nvfp4)")
+_WRITTEN = re.compile(r"(x)([0-9]+\.?[0-9]*|\.[0-9]+)|(block)([0-9]+)|(tensor|head|mx|nvfp4)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Scaling:
         return self.kind in ("tensor", "head", "nvfp4")
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.number:g}" if self.number else self.kind
+        # All digits and no exponent, so that `get_scaling` gives the same scale again.
+        number = np.format_float_positional(self.number, trim="-")
+        return f"{self.kind}{number}" if self.number else self.kind
 
 
 def get_scaling(name: str) -> Scaling:
@@ -74,7 +78,7 @@ def get_scaling(name: str) -> Scaling:
       ValueError: there is no such scale; the message lists the scales.
     """
     found = _WRITTEN.fullmatch(name)
-    if found is None or (found[2] or "").count(".") > 1:
+    if found is None:
         raise ValueError(f"unknown scale {name!r}; there are {_listed()}")
     kind: Any = found[1] or found[3] or found[5]
     number = found[2] or found[4]

@@ -335,3 +335,22 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             ATTEND(q, k, v, numerics=chosen)
     assert [r.message for r in caplog.records] == [f"attention: tiled (shift_first) for {chosen}"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda n: {"key_value_seq_lengths": [n, n]},
+        lambda n: {"is_causal": True, "query_offset": [n, n]},
+        lambda n: {"sinks": [n * 1.0, n * 1.0]},
+        lambda n: {"query_segment_ids": [[n, 0, n], [n, n, 0]]},
+    ],
+    ids=["lengths", "offset", "sinks", "segments"],
+)
+def test_a_list_may_hold_traced_numbers(options: Any) -> None:
+    q = jax.random.normal(jax.random.key(0), (2, 3, 2, 16))
+
+    def attend(n: Any) -> Any:
+        return attention.dot_product_attention(q, q, q, numerics="exact", **options(n))
+
+    np.testing.assert_array_equal(jax.jit(attend)(2), attend(2))

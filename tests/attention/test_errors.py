@@ -1,5 +1,6 @@
 """Bad calls of attention raise an exception whose text names the bad value."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from lowprec_attn import numerics
-from lowprec_attn.arithmetic.heads import group_heads
+from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
 from lowprec_attn.attention import (
     UnsupportedError,
     attention_fn,
@@ -35,6 +36,10 @@ def attend(q: Any = None, k: Any = None, v: Any = None, *rest: Any, **options: A
     return dot_product_attention(
         q, k, x(*k.shape, dtype=k.dtype) if v is None else v, *rest, **options
     )
+
+
+def group(*heads: int) -> HeadGroup:
+    return HeadGroup(heads=heads, numerics=FLASH, row_max=StandardMax())
 
 
 def sharded_over_heads(**options: Any) -> Any:
@@ -272,6 +277,18 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "groups of fewer heads": (
         lambda: attend(numerics=group_heads([(FLASH, StandardMax())] * 3)),
         r"groups must hold each of 4 query heads once, got \(0, 1, 2\)",
+    ),
+    "heads of a group in disorder": (
+        lambda: attend(numerics=[group(2, 3, 1, 0)]),
+        r"heads of a group must be an ascending tuple, got \(2, 3, 1, 0\)",
+    ),
+    "heads of a group as a list": (
+        lambda: dataclasses.replace(group(0), heads=[0, 1, 2, 3]),  # type: ignore[arg-type]
+        r"heads of a group must be an ascending tuple, got \[0, 1, 2, 3\]",
+    ),
+    "a group without heads": (
+        lambda: attend(numerics=[group(0, 1, 2, 3), group()]),
+        r"heads of a group must be an ascending tuple, got \(\)",
     ),
     "row_max beside groups": (
         lambda: attend(

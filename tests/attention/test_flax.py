@@ -96,6 +96,15 @@ def test_a_mask_narrows_causality(mask: str) -> None:
     np.testing.assert_allclose(nnx_layer(CAUSAL_FN)(x, mask=given), expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", [(1, T), (T, 1), (1, 1)])
+def test_a_mask_that_broadcasts_over_rows_or_keys_is_not_causal(shape: tuple[int, int]) -> None:
+    """Its values equal those of a causal mask of this shape: key 0 alone, or all keys."""
+    x = jax.random.normal(jax.random.key(0), (B, T, HEADS, 8))
+    mask = jnp.tri(*shape, dtype=bool)[None, None]
+    expected = jax.nn.dot_product_attention(x, x, x, mask=jnp.broadcast_to(mask, (1, 1, T, T)))
+    np.testing.assert_allclose(EXACT_FN(x, x, x, mask=mask), expected, **TOLERANCE)
+
+
 FAST_FN, FAST_CAUSAL_FN = attention.attention_fn(), attention.attention_fn(is_causal=True)
 LENGTH = 128
 KNOWN = nn.make_causal_mask(np.ones((1, LENGTH)))

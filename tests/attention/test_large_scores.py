@@ -56,6 +56,15 @@ def test_padding_by_a_bias(implementation: str, bias: float) -> None:
         assert np.abs(result["out"][:, :PADDED] - means.repeat(2, 2)).max() < 1e-6
 
 
+@pytest.mark.parametrize("exponent", ["scale_first", "unfused"])
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+def test_padding_by_the_lowest_score_in_base_2(implementation: str, exponent: str) -> None:
+    """log2 e times this score is beyond float32."""
+    arrays, num = inputs(LEAST), EXACT.replace(exponent=exponent)
+    result = harness.run(harness.IMPLEMENTATIONS[implementation], CASE, arrays, num)
+    check(result, exact_of(arrays))
+
+
 @pytest.mark.parametrize("preset", ["standard", "jax_nn"])
 def test_unfused_attention_keeps_its_probabilities(preset: str) -> None:
     """Each row of P sums to 1 in the backward pass: if dO is 1 everywhere, dV counts the rows."""

@@ -214,6 +214,23 @@ def test_infinite_scores(rule: RowMax, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_a_score_of_nan_reaches_o_and_lse(rule: RowMax, implementation: str) -> None:
+    q = k = v = jnp.ones((1, 2, 1, 4), jnp.float32)
+    results = attention.dot_product_attention(
+        q.at[0, 0].set(jnp.nan),
+        k,
+        v,
+        row_max=rule,
+        numerics=numerics.EXACT,
+        implementation=implementation,
+        return_residual=True,
+    )
+    for x in results:
+        assert np.isnan(x[0, 0]).all() and np.isfinite(x[0, 1]).all()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("implementation", ["tiled", "gpu", "tpu"])
 def test_steps_of_minus_infinity_alone_count_as_masked(rule: RowMax, implementation: str) -> None:
     rng = np.random.default_rng(0)

@@ -167,7 +167,15 @@ def test_stochastic_codes_are_neighbours_and_right_on_average() -> None:
     assert abs(float(found.mean()) - 0.3) < 2e-4
 
 
-@pytest.mark.parametrize("text", ["float8_e4m3fn/tensor", "float8_e5m2/block128:stochastic"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "float8_e4m3fn/tensor",
+        "float8_e5m2/block128:stochastic",
+        "float8_e5m2/x1048576",
+        "float8_e5m2/x0.00006103515625",
+    ],
+)
 def test_text_gives_the_rounding_again(text: str) -> None:
     rounding = get_rounding(text)
     assert str(rounding) == text and hash(rounding) == hash(get_rounding(text))
@@ -182,6 +190,7 @@ def test_text_gives_the_rounding_again(text: str) -> None:
         ("float8_e4m3fn/", "unknown scale ''"),
         ("float8_e4m3fn/block", "unknown scale 'block'"),
         ("float8_e4m3fn/x1.2.3", "unknown scale 'x1.2.3'"),
+        ("float8_e4m3fn/x.", "unknown scale 'x.'"),
         ("float8_e4m3fn/x0", "scale x must have a positive number"),
         ("float8_e4m3fn/block0", "scale block must have a positive number"),
         ("bfloat16/tensor", "bfloat16 has the exponents of float32 and needs no scale"),
