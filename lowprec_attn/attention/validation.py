@@ -210,8 +210,22 @@ def segments(
         _integers("key_value_segment_ids", key, keys),
     )
     of_queries, of_keys = _renamed(*ids) if any(x.dtype.itemsize > 4 for x in ids) else ids
-    # The cast of uint32 to int32 wraps, but keeps different ids different.
+    # The cast of uint32 to int32 wraps, but keeps different ids different, if both sides wrap.
+    if (of_queries.dtype == jnp.uint32) != (of_keys.dtype == jnp.uint32):
+        return _without_equal(of_queries), _without_equal(of_keys)
     return jnp.asarray(of_queries).astype(jnp.int32), jnp.asarray(of_keys).astype(jnp.int32)
+
+
+def _without_equal(ids: Array | np.ndarray) -> Array:
+    """Returns ids as int32, for a comparison of uint32 with another dtype.
+
+    Negative ids become −1, and ids that int32 lacks become −2: neither has an equal on the other
+    side.
+    """
+    ids = jnp.asarray(ids)
+    if ids.dtype == jnp.uint32:
+        return jnp.where(ids < 2**31, ids.astype(jnp.int32), jnp.int32(-2))
+    return jnp.maximum(ids.astype(jnp.int32), jnp.int32(-1))
 
 
 def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.ndarray:
