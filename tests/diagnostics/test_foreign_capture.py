@@ -14,6 +14,7 @@ from jax.nn import dot_product_attention  # as a user's module would import it
 from lowprec_attn import attention
 from lowprec_attn.diagnostics import CaptureError, capture, captured, watch
 from lowprec_attn.diagnostics.examine import array_file
+from lowprec_attn.diagnostics.watch import WatchError
 
 B, T, HEADS, KV_HEADS, SIZE = 2, 12, 4, 2, 8
 WIDTH = HEADS * SIZE
@@ -243,6 +244,15 @@ def test_defaults_of_a_function_count():
     layer = taken.layers["layer_00"]
     assert (layer["is_causal"], layer["scale"]) == (True, 0.25)
     assert "ignored" not in layer
+
+
+def test_rows_beyond_the_window_of_all_keys_are_named():
+    with pytest.raises(WatchError, match=r"layer_00: window .* without a key"), watch(1).step(0):
+        jax.grad(
+            lambda w: jnp.sum(
+                jax.nn.dot_product_attention(Q * w, K[:, :4], V[:, :4], local_window_size=(3, 0))
+            )
+        )(1.0)
 
 
 def test_splash_behind_a_function_that_says_what_it_computes():
