@@ -209,5 +209,7 @@ def _is_other(name: str, given: Mapping[str, Any], signature: inspect.Signature)
         return False
     default = signature.parameters[name].default
     value = given[name]
-    is_default = value is default or (np.isscalar(value) and value == default)
-    return not is_default and value is not None and value != () and value != {}
+    are_scalars = np.isscalar(value) and np.isscalar(default)  # a comparison of arrays has no truth
+    if value is default or (are_scalars and value == default):
+        return False
+    return value is not None and not (isinstance(value, (tuple, dict)) and not value)

@@ -246,6 +246,19 @@ def test_defaults_of_a_function_count():
     assert "ignored" not in layer
 
 
+def with_segments(q, k, v, segments=None, mask=None, local_window_size=None):
+    """A function with an argument that hides keys and is not known to `captured`."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, local_window_size=local_window_size)
+
+
+@pytest.mark.parametrize("segments", [jnp.zeros(T, int), np.zeros(T, int)])
+def test_an_array_of_an_unknown_name_is_named(segments):
+    attend = captured(with_segments)
+    with capture() as taken:
+        jax.grad(lambda w: jnp.sum(attend(Q * w, K, V, segments=segments)))(2.0)
+    assert list(taken.layers["layer_00"]["ignored"]) == ["segments"]
+
+
 def test_rows_beyond_the_window_of_all_keys_are_named():
     with pytest.raises(WatchError, match=r"layer_00: window .* without a key"), watch(1).step(0):
         jax.grad(
