@@ -246,6 +246,14 @@ def test_defaults_of_a_function_count():
     assert "ignored" not in layer
 
 
+MASK = jnp.tri(T, dtype=bool)
+
+
+def masked_by_itself(q, k, v, *, mask=MASK, local_window_size=(3, 0)):
+    """A user's function with a mask and a window as defaults."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, local_window_size=local_window_size)
+
+
 def with_segments(q, k, v, segments=None, mask=None, local_window_size=None):
     """A function with an argument that hides keys and is not known to `captured`."""
     return jax.nn.dot_product_attention(q, k, v, mask=mask, local_window_size=local_window_size)
@@ -257,6 +265,21 @@ def test_an_array_of_an_unknown_name_is_named(segments):
     with capture() as taken:
         jax.grad(lambda w: jnp.sum(attend(Q * w, K, V, segments=segments)))(2.0)
     assert list(taken.layers["layer_00"]["ignored"]) == ["segments"]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_a_partial_holds_and_arrays_that_are_defaults_count(jit):
+    held = functools.partial(
+        with_segments, segments=jnp.zeros(T, int), mask=MASK, local_window_size=(3, 0)
+    )
+    for function, ignored in ((masked_by_itself, []), (held, ["segments"])):
+        attend = captured(jax.jit(function) if jit else function)
+        with capture() as taken:
+            jax.grad(lambda w, attend=attend: jnp.sum(attend(Q * w, K, V)))(2.0)
+        layer = taken.layers["layer_00"]
+        np.testing.assert_array_equal(layer["mask"], MASK[None, None])
+        assert tuple(layer["window"]) == (3, 0)
+        assert list(layer.get("ignored", [])) == ignored
 
 
 def test_rows_beyond_the_window_of_all_keys_are_named():
