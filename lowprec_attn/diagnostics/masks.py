@@ -188,6 +188,11 @@ def _pairs(
     if visible.ndim == 2:
         visible = visible[None, None]
     if visible.ndim == 3:
+        if visible.shape[0] == batch == heads and not np.all(visible == visible[:1]):
+            raise ValueError(
+                f"{name} of shape {given.shape} may be [B, T, S] or [N, T, S], which are alike "
+                "here; give it as [B, 1, T, S] or [1, N, T, S]"
+            )
         visible = visible[:, None] if visible.shape[0] in (1, batch) else visible[None]
     try:
         of_all = np.broadcast_to(visible, (batch, visible.shape[1], rows, keys))

@@ -212,6 +212,15 @@ def test_what_cannot_be_read_exactly_is_refused(tmp_path, case):
 def test_shapes_that_fit_twice_are_refused(tmp_path):
     with pytest.raises(DiagnoseError, match=r"may be \[B, S\] or \[T, S\], which are alike here"):
         load(tmp_path, arrays(batch=4, rows=4, keys=4) | {"mask": np.ones((4, 4), bool)})
+    found, two = arrays(batch=HEADS), np.stack([CAUSAL, np.triu(CAUSAL, -3)])
+    with pytest.raises(DiagnoseError, match=r"may be \[B, T, S\] or \[N, T, S\], which are alike"):
+        load(tmp_path, found | {"mask": two})
+    assert [layer.window for layer in load(tmp_path, found | {"mask": two[:, None]})] == [
+        None,
+        (3, 0),
+    ]
+    (layer,) = load(tmp_path, found | {"mask": np.stack([CAUSAL, CAUSAL])})  # means the same
+    assert layer.is_causal
 
 
 def test_a_mask_of_fewer_keys_whose_window_ends_is_refused(tmp_path):
