@@ -19,13 +19,22 @@ _TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
 _IN_TORCH = {"causal": "is_causal", "mask": "attn_mask", "scale": "scale"}
 
 
-def of_function(function: Callable[..., Any], options: Options) -> Target:
+def of_function(
+    function: Callable[..., Any], options: Options, place: tuple[str, str] | None = None
+) -> Target:
     """Makes a target of a function of q, k and v that returns O, or O and lse; see `Options`.
+
+    Args:
+      function: the function.
+      options: how it is called.
+      place: the module from which a script imports it, and its name there; None: what the function
+        says of itself, which is neither for a partial, a method of an object or a closure.
 
     Raises:
       TargetError: an option is missing or wrong.
     """
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "fn")
+    own = getattr(function, "__module__", ""), getattr(function, "__qualname__", "fn")
+    module, name = place or own
     options, like_torch = _as_in_torch(function, options)
     framework, notes = _framework(function, options)
     notes = (*notes, *like_torch)
@@ -164,7 +173,7 @@ def named(name: str, options: Options) -> Target:
         raise TargetError(f"{module_name} has no {attribute!r}; say MODULE:FUNCTION") from error
     if not callable(found):
         raise TargetError(f"{name} is no function but {type(found).__name__}; say MODULE:FUNCTION")
-    return of_function(found, options)
+    return of_function(found, options, (module_name, attribute))
 
 
 def first_line(error: BaseException) -> str:

@@ -32,6 +32,7 @@ _SPELLINGS = {
     "sinks": ("sinks", "s_aux"),
 }
 _KEPT = ("mask", "bias", "query_seq_lengths", "key_value_seq_lengths")
+_ARRAYS = (np.ndarray, np.generic, jax.Array)
 # Arguments that say how attention is computed, not what.
 _HARMLESS = (
     *("implementation", "precision", "dtype", "module", "return_residual", "promote_dtype"),
@@ -61,9 +62,10 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
         is_causal (causal), scale (softmax_scale, sm_scale), mask, bias, query_seq_lengths,
         key_value_seq_lengths and local_window_size. Recorded as well are the soft cap c of scores
         c · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap, attn_logits_soft_cap; 0 is
-        none) and sinks [N] (s_aux), one more score of each head. Where is_causal, scale, the window
-        or the cap is not passed, a default that is a number or a truth value is recorded. Any other
-        argument that may change the result is named in `ignored`.
+        none) and sinks [N] (s_aux), one more score of each head. Where one of them is not passed,
+        a default that is a number, a truth value, a pair or an array is recorded. What a
+        `functools.partial` holds counts as passed. Any other argument that may change the result is
+        named in `ignored`.
       layout: axes of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
 
     Raises:
@@ -74,7 +76,10 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
     """
     if layout not in ("BTNH", "BNTH"):
         raise ValueError(f"layout must be BTNH or BNTH, got {layout!r}")
-    signature = inspect.signature(function)
+    # The signature of a partial shows what it holds as defaults, which nobody passed.
+    whole = inspect.unwrap(function)
+    held = whole if isinstance(whole, functools.partial) else functools.partial(function)
+    signature = inspect.signature(held.func)
     for name in "qkv":
         if not {*_SPELLINGS[name]} & signature.parameters.keys():
             raise ValueError(
@@ -91,7 +96,7 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
             out = function(*args, **kwargs)
         finally:
             _inside.reset(token)
-        given = signature.bind(*args, **kwargs).arguments
+        given = signature.bind(*held.args, *args, **(held.keywords | kwargs)).arguments
         o, *others = out if isinstance(out, tuple) else (out,)
         o = _tapped(given, signature, o, layout)
         return (o, *others) if isinstance(out, tuple) else o
@@ -155,8 +160,12 @@ def _tapped(
         if not names:
             return None
         default = signature.parameters[names[0]].default
-        default = default if isinstance(default, (bool, int, float)) else None
+        default = default if isinstance(default, (bool, int, float, tuple, *_ARRAYS)) else None
         return next((given[name] for name in names if name in given), default)
+
+    def kept(name: str) -> Any:
+        default = getattr(signature.parameters.get(name), "default", None)
+        return given.get(name, default if isinstance(default, _ARRAYS) else None)
 
     def rows_first(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -165,7 +174,7 @@ def _tapped(
 
     # Flax casts q, k and v to the dtype of O within its function, so these are what it computes on.
     arrays = {which: rows_first(of(which)).astype(out.dtype) for which in "qkv"}
-    arrays |= {name: _kept(given[name]) for name in _KEPT if given.get(name) is not None}
+    arrays |= {name: _kept(x) for name in _KEPT if (x := kept(name)) is not None}
     ignored = [name for name in given if _is_other(name, given, signature)]
     scale = of("scale")
     if isinstance(scale, jax.core.Tracer):
@@ -209,5 +218,7 @@ def _is_other(name: str, given: Mapping[str, Any], signature: inspect.Signature)
         return False
     default = signature.parameters[name].default
     value = given[name]
-    is_default = value is default or (np.isscalar(value) and value == default)
-    return not is_default and value is not None and value != () and value != {}
+    are_scalars = np.isscalar(value) and np.isscalar(default)  # a comparison of arrays has no truth
+    if value is default or (are_scalars and value == default):
+        return False
+    return value is not None and not (isinstance(value, (tuple, dict)) and not value)

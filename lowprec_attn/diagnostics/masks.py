@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.layer import Layer
 
 # Names of arrays in a file, in any case, as jax.nn, Flax, torch and transformers spell them.
@@ -63,10 +64,11 @@ def applied(layer: Layer, arrays: Mapping[str, np.ndarray]) -> list[Layer]:
       One layer for each group of sequences that are cut alike; its notes say what was cut.
 
     Raises:
-      ValueError: an array has another shape or dtype, or it hides or adds anything but padding,
-        causality or a window.
+      ValueError: an array has another shape or dtype, it hides or adds anything but padding,
+        causality or a window, or a row is left without a key.
     """
     if not arrays:
+        _require_keys(layer, ())
         return [layer]
     batch = layer.q.shape[0]
     cuts: dict[Cut, list[int]] = {}
@@ -76,7 +78,23 @@ def applied(layer: Layer, arrays: Mapping[str, np.ndarray]) -> list[Layer]:
         for name, array in read.items():
             cut = _met(name, cut, _cut(name, array, layer, b))
         cuts.setdefault(cut, []).append(b)
-    return [_part(layer, cut, which, tuple(arrays)) for cut, which in cuts.items()]
+    layers = [_part(layer, cut, which, tuple(arrays)) for cut, which in cuts.items()]
+    for one in layers:
+        _require_keys(one, tuple(arrays))
+    return layers
+
+
+def _require_keys(layer: Layer, names: Sequence[str]) -> None:
+    """Raises ValueError if the window, with what the arrays `names` hide, leaves a row no key."""
+    rows, keys = layer.q.shape[1], layer.k.shape[1]
+    if layer.window is None or rows <= keys + layer.window[0]:
+        return
+    beside = f" and {', '.join(names)}" if names else ""
+    raise ValueError(
+        f"window {layer.window}{beside}: the rows from {keys + layer.window[0]} on are left "
+        f"without a key, since {many(rows, 'row')} meet {many(keys, 'key')}; hide these rows too "
+        "(query_seq_lengths), or cut them off"
+    )
 
 
 def _whole(layer: Layer) -> Cut:
@@ -170,6 +188,11 @@ def _pairs(
     if visible.ndim == 2:
         visible = visible[None, None]
     if visible.ndim == 3:
+        if visible.shape[0] == batch == heads and not np.all(visible == visible[:1]):
+            raise ValueError(
+                f"{name} of shape {given.shape} may be [B, T, S] or [N, T, S], which are alike "
+                "here; give it as [B, 1, T, S] or [1, N, T, S]"
+            )
         visible = visible[:, None] if visible.shape[0] in (1, batch) else visible[None]
     try:
         of_all = np.broadcast_to(visible, (batch, visible.shape[1], rows, keys))

@@ -5,6 +5,7 @@ problems are smaller than a user's, so that a check takes seconds; `benchmarks.c
 the full ones.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -174,6 +175,30 @@ def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
     assert errors["dv"] > 0.1 > 10 * errors["o"]
     assert main(["check", f"{__name__}:without_last_keys", "--causal", "--framework=jax",
                  "--tokens=64", "--head-size=32", f"--out={tmp_path}"]) == 4  # fmt: skip
+
+
+class Kernel:
+    """A kernel of a user whose calls are methods."""
+
+    def attend(self, q, k, v):
+        return attention(q, k, v)
+
+    __call__ = attend
+
+
+of_partial = functools.partial(attention, is_causal=True)
+of_object = Kernel()
+
+
+@pytest.mark.parametrize("name", ["of_partial", "of_object", "of_object.attend"])
+def test_a_script_imports_what_the_target_names(name):
+    options = check.Options(causal=True, framework="jax")
+    problem = problems.features("float32", causal=True)[0]
+    imports, _, call, *_ = check.find(f"{__name__}:{name}", options).script(problem)
+    first, names = name.partition(".")[0], {}
+    exec(imports, names)
+    assert names[first] is globals()[first]
+    assert call == f"    return {name}(q, k, v)"
 
 
 @pytest.mark.usefixtures("few_candidates")

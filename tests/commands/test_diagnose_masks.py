@@ -182,6 +182,10 @@ REFUSED = {
         {"mask": np.stack([CAUSAL, ~CAUSAL])[None]},
         "mask differs from head to head",
     ),
+    "rows without a key": (
+        {"key_value_seq_lengths": np.full(BATCH, 5), "window": np.array([2, 0])},
+        r"window \(2, 0\) and key_value_seq_lengths: the rows from 7 on are left without a key",
+    ),
     "another shape": ({"mask": np.ones((5, 7), bool)}, r"mask of shape \(5, 7\) is neither \[B"),
     "text": ({"mask": np.array("causal")}, "mask must be truth values or numbers, got <U6"),
     "zeros as floats": ({"mask": np.zeros((BATCH, ROWS))}, "mask is 0 everywhere, as floats"),
@@ -208,6 +212,21 @@ def test_what_cannot_be_read_exactly_is_refused(tmp_path, case):
 def test_shapes_that_fit_twice_are_refused(tmp_path):
     with pytest.raises(DiagnoseError, match=r"may be \[B, S\] or \[T, S\], which are alike here"):
         load(tmp_path, arrays(batch=4, rows=4, keys=4) | {"mask": np.ones((4, 4), bool)})
+    found, two = arrays(batch=HEADS), np.stack([CAUSAL, np.triu(CAUSAL, -3)])
+    with pytest.raises(DiagnoseError, match=r"may be \[B, T, S\] or \[N, T, S\], which are alike"):
+        load(tmp_path, found | {"mask": two})
+    assert [layer.window for layer in load(tmp_path, found | {"mask": two[:, None]})] == [
+        None,
+        (3, 0),
+    ]
+    (layer,) = load(tmp_path, found | {"mask": np.stack([CAUSAL, CAUSAL])})  # means the same
+    assert layer.is_causal
+
+
+def test_a_mask_of_fewer_keys_whose_window_ends_is_refused(tmp_path):
+    mask = np.triu(np.tril(np.ones((ROWS, 4), bool)), -1)
+    with pytest.raises(DiagnoseError, match=r"\(1, 0\) and mask: the rows from 5 on are left"):
+        load(tmp_path, arrays(keys=4) | {"mask": mask})
 
 
 def test_of_other_rows_than_keys(tmp_path):

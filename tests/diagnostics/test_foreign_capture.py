@@ -14,6 +14,7 @@ from jax.nn import dot_product_attention  # as a user's module would import it
 from lowprec_attn import attention
 from lowprec_attn.diagnostics import CaptureError, capture, captured, watch
 from lowprec_attn.diagnostics.examine import array_file
+from lowprec_attn.diagnostics.watch import WatchError
 
 B, T, HEADS, KV_HEADS, SIZE = 2, 12, 4, 2, 8
 WIDTH = HEADS * SIZE
@@ -243,6 +244,51 @@ def test_defaults_of_a_function_count():
     layer = taken.layers["layer_00"]
     assert (layer["is_causal"], layer["scale"]) == (True, 0.25)
     assert "ignored" not in layer
+
+
+MASK = jnp.tri(T, dtype=bool)
+
+
+def masked_by_itself(q, k, v, *, mask=MASK, local_window_size=(3, 0)):
+    """A user's function with a mask and a window as defaults."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, local_window_size=local_window_size)
+
+
+def with_segments(q, k, v, segments=None, mask=None, local_window_size=None):
+    """A function with an argument that hides keys and is not known to `captured`."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, local_window_size=local_window_size)
+
+
+@pytest.mark.parametrize("segments", [jnp.zeros(T, int), np.zeros(T, int)])
+def test_an_array_of_an_unknown_name_is_named(segments):
+    attend = captured(with_segments)
+    with capture() as taken:
+        jax.grad(lambda w: jnp.sum(attend(Q * w, K, V, segments=segments)))(2.0)
+    assert list(taken.layers["layer_00"]["ignored"]) == ["segments"]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_a_partial_holds_and_arrays_that_are_defaults_count(jit):
+    held = functools.partial(
+        with_segments, segments=jnp.zeros(T, int), mask=MASK, local_window_size=(3, 0)
+    )
+    for function, ignored in ((masked_by_itself, []), (held, ["segments"])):
+        attend = captured(jax.jit(function) if jit else function)
+        with capture() as taken:
+            jax.grad(lambda w, attend=attend: jnp.sum(attend(Q * w, K, V)))(2.0)
+        layer = taken.layers["layer_00"]
+        np.testing.assert_array_equal(layer["mask"], MASK[None, None])
+        assert tuple(layer["window"]) == (3, 0)
+        assert list(layer.get("ignored", [])) == ignored
+
+
+def test_rows_beyond_the_window_of_all_keys_are_named():
+    with pytest.raises(WatchError, match=r"layer_00: window .* without a key"), watch(1).step(0):
+        jax.grad(
+            lambda w: jnp.sum(
+                jax.nn.dot_product_attention(Q * w, K[:, :4], V[:, :4], local_window_size=(3, 0))
+            )
+        )(1.0)
 
 
 def test_splash_behind_a_function_that_says_what_it_computes():
