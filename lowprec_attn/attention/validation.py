@@ -224,7 +224,7 @@ def _without_equal(ids: Array | np.ndarray) -> Array:
     """
     ids = jnp.asarray(ids)
     if ids.dtype == jnp.uint32:
-        return jnp.where(ids < 2**31, ids.astype(jnp.int32), jnp.int32(-2))
+        return jnp.where(ids < jnp.uint32(2**31), ids.astype(jnp.int32), jnp.int32(-2))
     return jnp.maximum(ids.astype(jnp.int32), jnp.int32(-1))
 
 

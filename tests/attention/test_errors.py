@@ -461,3 +461,18 @@ def test_segment_ids_of_any_width_are_compared_as_they_are(dtype: str, form: str
     else:
         out = attend(ids)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtypes", [(np.int32, np.uint32), (np.uint32, np.int8)])
+def test_an_unsigned_segment_id_is_no_negative_one(dtypes: tuple[type, type]) -> None:
+    """2³² − 1 and −1 have the same 32 bits."""
+    of_queries, of_keys = dtypes
+    given = {np.uint32: [2**32 - 1, 2**31, 1, 0], np.int32: [-1, -(2**31), 1, 0]}
+    given[np.int8] = [-1, -128, 1, 0]
+    rows, keys = (np.array([given[dtype]], dtype) for dtype in dtypes)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 4, 1, 8)) for i in range(3))
+    out = dot_product_attention(
+        q, k, v, query_segment_ids=rows, key_value_segment_ids=keys, numerics="exact"
+    )
+    np.testing.assert_array_equal(out[:, :2], 0)  # these rows see no key
+    np.testing.assert_allclose(out[:, 2:], v[:, 2:], rtol=1e-6)
