@@ -287,6 +287,8 @@ def _unsupported_mean_key(request: Request) -> str | None:
 
 def unsupported_by_kernels(request: Request) -> str | None:
     """Names a feature of the request that no Pallas kernel can serve, or None."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
+        return "jax_enable_x64=True (its kernels count in int32)"
     if request.has_traced_scale:
         return "a traced scale (its kernels are compiled for one; pass a Python number)"
     if request.checks_vma:

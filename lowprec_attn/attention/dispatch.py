@@ -265,6 +265,8 @@ def _attend(
         seen = seen_by_any(extras, spec, q, k, ends_at_lengths=ends_at_lengths)
     if seen is not None:
         arrays = seen.clean(arrays)
+        if extras.sinks is not None:  # the kernel and the rows without keys add up their gradients
+            extras = extras._replace(sinks=extras.sinks.astype(jnp.float32))
     if len(arrays) == 1 and hasattr(module, "packed_attention"):
         o, lse, *of_rows = module.packed_attention(*arrays, extras, spec)
     else:
@@ -273,8 +275,9 @@ def _attend(
     if seen is None:
         return o, lse, *max_logit
     o, lse = seen.without_gradients(o, lse)
-    if extras.sinks is not None:  # a row without keys passes dlse on to its sink
-        lse = jnp.where(seen.rows, lse, _lse_without_keys(extras, lse))
+    if extras.sinks is not None:  # a row without keys passes dlse on to its sink, if it has one
+        of_kernel = seen.rows | (extras.sinks == -jnp.inf)[None, None]
+        lse = jnp.where(of_kernel, lse, _lse_without_keys(extras, lse))
     return o, lse, *max_logit
 
 

@@ -91,6 +91,28 @@ def test_rows_without_a_key_have_the_sink_as_lse_and_rows_beyond_the_lengths_not
         assert (result[name][1] == 0).all(), name
 
 
+def test_rows_without_a_key_add_to_the_gradient_in_float32_and_only_to_sinks_that_exist() -> None:
+    """The halves of dlse all but cancel. PublishedMax has an lse of its own without a sink."""
+    q = jnp.ones((1, 16, 2, 16), jnp.bfloat16)
+    ids = np.arange(16)[None] // 8  # no key has the id of the last 8 rows
+    dlse = np.broadcast_to(np.where(ids, -37.3, 37.4)[..., None], (1, 16, 2)).astype(np.float32)
+
+    def lse(sinks: jax.Array, implementation: str, sizes: object) -> jax.Array:
+        return attention.dot_product_attention(
+            q, q, q,
+            query_segment_ids=ids, key_value_segment_ids=0 * ids, sinks=sinks, numerics="exact",
+            row_max="published", implementation=implementation, block_sizes=sizes,
+            return_residual=True,
+        )[1]  # fmt: skip
+
+    sinks = jnp.array([-jnp.inf, 60], jnp.bfloat16)
+    for implementation, sizes in (("tiled", None), ("gpu", harness.GPU_TILES)):
+        result, pullback = jax.vjp(lambda x, how=(implementation, sizes): lse(x, *how), sinks)
+        np.testing.assert_allclose(result[0, -1], (np.log(1e-10), 60), rtol=1e-5)
+        (gradient,) = pullback(jnp.asarray(dlse))
+        np.testing.assert_allclose(gradient.astype(np.float32), (0, 0.8), rtol=2**-8)
+
+
 def test_the_whole_row_sums_to_one_and_dS_to_zero_with_its_sink() -> None:
     """`normalized` forms δ from the keys and the sink. A zero bias gets the dS of the keys."""
     case = harness.Case(batch=1, sinks=True, bias=(True, True, True))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -170,6 +171,20 @@ def test_the_public_entry_raises_the_same_error() -> None:
         )
     with pytest.raises(NotImplementedError, match=r"'gpu' does not support a dense bias; "):
         attention.dot_product_attention(q, q, q, bias=jnp.ones((1, 2, 16, 16)), **options)
+
+
+def test_64_bit_mode_is_declined_and_served_by_default() -> None:
+    """Every platform's implementation is traced, so a kernel would fail a call on a CPU too."""
+
+    def loss(q: jax.Array) -> jax.Array:
+        return attention.dot_product_attention(q, q, q, is_causal=True).sum()
+
+    with jax.enable_x64(True):
+        for asked in (request(), interpreted()):
+            with pytest.raises(NotImplementedError, match=r"support jax_enable_x64=True .* int32"):
+                resolve(asked, "gpu" if asked.platform == "cuda" else "tpu")
+        q = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.float32)
+        assert jax.eval_shape(jax.grad(loss), q) == q
 
 
 def test_a_long_step_takes_fewer_rows_or_several_tiles_by_default() -> None:
