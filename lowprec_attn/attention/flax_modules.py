@@ -115,7 +115,7 @@ def attention_fn(
             by_position = False  # the mask already hides the unwritten part of the cache
             if local_window_size is not None:
                 query_offset = _last_shown(mask, query.shape[:-3])
-        elif mask is not None and query_offset is None and _is_causal_mask(mask):
+        elif mask is not None and query_offset is None and _is_causal_mask(mask, rows, keys):
             by_position, mask = True, None
         elif query_offset is None and rows != keys:
             _check_has_no_positions(by_position, local_window_size, rows, keys)
@@ -175,11 +175,14 @@ def _check_has_no_positions(is_causal: bool, window: object, rows: int, keys: in
         )
 
 
-def _is_causal_mask(mask: ArrayLike) -> bool:
-    """Whether the values of the mask are known now and row t sees exactly the keys s <= t."""
-    if isinstance(mask, jax.core.Tracer):
+def _is_causal_mask(mask: ArrayLike, rows: int, keys: int) -> bool:
+    """Whether the values of the mask are known now and row t sees exactly the keys s <= t.
+
+    A mask with an axis of length 1 for many rows or keys is not causal, whatever it holds.
+    """
+    if isinstance(mask, jax.core.Tracer) or np.shape(mask)[-2:] != (rows, keys):
         return False
     if isinstance(mask, jax.Array) and not mask.is_fully_addressable:
         return False  # part of the mask lies on devices of other processes
     values = jax.device_get(mask).astype(bool)
-    return values.ndim >= 2 and bool(np.all(values == np.tri(*values.shape[-2:], dtype=np.bool_)))
+    return bool(np.all(values == np.tri(rows, keys, dtype=np.bool_)))

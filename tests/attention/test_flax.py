@@ -96,6 +96,16 @@ def test_a_mask_narrows_causality(mask: str) -> None:
     np.testing.assert_allclose(nnx_layer(CAUSAL_FN)(x, mask=given), expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", [(B, 1, 1, T), (B, 1, T, 1), (1, 1, 1, 1)])
+def test_a_mask_that_repeats_its_values_is_not_taken_for_a_causal_one(shape: Any) -> None:
+    """Row t of these shows the keys s <= t, before they are repeated over rows or keys."""
+    x, mask = inputs(), np.broadcast_to(np.tri(*shape[-2:], dtype=np.bool_), shape)
+    params = linen(None).init(jax.random.key(1), x)
+    expected = linen(None).apply(params, x, mask=mask)
+    out = linen(EXACT_FN).apply(params, x, mask=mask)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
 FAST_FN, FAST_CAUSAL_FN = attention.attention_fn(), attention.attention_fn(is_causal=True)
 LENGTH = 128
 KNOWN = nn.make_causal_mask(np.ones((1, LENGTH)))
