@@ -122,6 +122,25 @@ def test_the_input_of_wq_is_told_in_the_order_of_q(rows_before_batch):
     np.testing.assert_array_equal(taken.layers["layer_00"]["x"], x.numpy())
 
 
+@pytest.mark.parametrize("rows", [np.s_[:, 1:], np.s_[1:], np.s_[1:, -1:]])
+def test_the_input_of_a_part_of_the_rows_is_that_part(rows):
+    x, w = inputs(), torch.randn(WIDTH, 3 * WIDTH, requires_grad=True)
+    with capture(None) as taken:
+        of_all = (x @ w)[rows].unflatten(-1, (3, HEADS, SIZE))
+        q, k, v = of_all.transpose(1, 3).unbind(2)
+        functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    np.testing.assert_array_equal(taken.layers["layer_00"]["x"], x[rows].numpy())
+
+
+def test_heads_that_have_inputs_of_their_own_have_no_common_one():
+    """Each head has a product of its own, of its own part of the width."""
+    x, w = inputs(), torch.randn(HEADS, SIZE, SIZE, requires_grad=True)
+    with capture() as taken:
+        q = x.view(B, T, HEADS, SIZE).transpose(1, 2) @ w
+        functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert "x" not in taken.layers["layer_00"]
+
+
 def test_a_q_that_was_written_into_has_no_input():
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with capture() as taken:
