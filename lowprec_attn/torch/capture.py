@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lowprec_attn.diagnostics import Capture, CaptureError
 from lowprec_attn.diagnostics.names import replaced
 from lowprec_attn.torch import bridge, calls
-from lowprec_attn.torch.products import PRODUCTS, Product, input_of
+from lowprec_attn.torch.products import PRODUCTS, Product, has_memory, input_of
 
 _SDPA = functional.scaled_dot_product_attention
 _FLASH = ("flash_attn", "flash_attn_interface")
@@ -138,7 +138,7 @@ class _Capturing(TorchFunctionMode):
                 "attention; call it with need_weights=False"
             )
         out = func(*args, **kwargs)
-        if func in PRODUCTS and isinstance(out, Tensor):
+        if func in PRODUCTS and isinstance(out, Tensor) and has_memory(out):
             self._products.append(Product.of(func, args, kwargs, out))
         return out
 
@@ -151,6 +151,11 @@ class _Capturing(TorchFunctionMode):
         if self._first_pass_only and self._has_do and not _in_backward():
             return func(*args, **kwargs)
         call = read(*args, **kwargs)
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (call.q, call.k, call.v))):
+            raise CaptureError(
+                "attention ran within torch.func (grad, vmap, …), which capture does not read; for "
+                "this step differentiate by backward() and take the batch as an axis"
+            )
         self._inside.is_true = True
         try:
             out = func(*args, **kwargs)

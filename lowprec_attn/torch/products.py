@@ -40,6 +40,21 @@ class Product(NamedTuple):
         return cls(x if is_of_all else None, out, out._version)
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own or is a view, and a version that counts changes.
+
+    Sparse and nested tensors, those of `torch.func` and of `torch.inference_mode`, and wrappers of
+    other tensors have not.
+    """
+    return (
+        type(x) is Tensor
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
 def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
     """Returns X [B, T, D] if q [B, T, N, H] is a view of X W, with or without a bias; else None.
 
@@ -47,6 +62,8 @@ def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
     output was changed in place. All heads of a row of q lie in one row of the output, but q need
     not begin at the output's first row.
     """
+    if not has_memory(q):
+        return None
     found = (p for p in products if p.x is not None and _is_view(q, p))
     product = next(found, None)
     if product is None or product.x is None:

@@ -141,6 +141,47 @@ def test_heads_that_have_inputs_of_their_own_have_no_common_one():
     assert "x" not in taken.layers["layer_00"]
 
 
+def _jagged():
+    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+
+
+def _nested():
+    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda: torch.mm(torch.eye(4).to_sparse(), torch.eye(4).to_sparse()),
+        lambda: functional.linear(_jagged(), torch.ones(4, 4)),
+        lambda: functional.linear(_nested(), torch.ones(4, 4)),
+        lambda: torch.func.grad(lambda x: (x @ x).sum())(torch.ones(4, 4)),
+    ],
+    ids=["sparse", "jagged", "nested", "of torch.func"],
+)
+def test_products_of_tensors_without_memory_are_passed_over(product):
+    with capture() as taken:
+        product()
+        q = (inputs() @ torch.randn(WIDTH, WIDTH)).view(B, T, HEADS, SIZE).transpose(1, 2)
+        functional.scaled_dot_product_attention(q, q, q)
+    assert "x" in taken.layers["layer_00"]
+
+
+def test_under_inference_mode_q_has_no_input():
+    with torch.inference_mode(), capture() as taken:
+        q = (inputs() @ torch.randn(WIDTH, WIDTH)).view(B, T, HEADS, SIZE).transpose(1, 2)
+        functional.scaled_dot_product_attention(q, q, q)
+    assert not taken.layers["layer_00"].keys() & {"x", "do"}
+
+
+def test_attention_within_torch_func_is_refused():
+    with pytest.raises(CaptureError, match=r"torch\.func .* differentiate by backward"), capture():
+        torch.func.grad(lambda q: functional.scaled_dot_product_attention(q, q, q).sum())(
+            torch.ones(1, 1, 4, 8)
+        )
+
+
 def test_a_q_that_was_written_into_has_no_input():
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with capture() as taken:
