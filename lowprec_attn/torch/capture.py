@@ -121,6 +121,7 @@ class _Capturing(TorchFunctionMode):
         self.calls: list[dict[str, Any]] = []
         self._sequences, self._first_pass_only = sequences, first_pass_only
         self._has_do = False
+        self._adding = threading.Lock()  # the threads of a DataParallel share the calls
         self._differentiated: list[bool] = []  # one value per call
         self._inside = threading.local()
         # q's product comes shortly before the call. Keeping more products would hold their memory.
@@ -171,7 +172,6 @@ class _Capturing(TorchFunctionMode):
         if _in_backward():
             place = self._first_run(values)
         else:
-            place = len(self.calls)
             values |= call.facts
             if call.mask is not None:
                 values["attn_mask"] = self._mask(call.mask)
@@ -179,8 +179,10 @@ class _Capturing(TorchFunctionMode):
                 x = input_of(call.q[: self._sequences], self._products)
                 if x is not None:
                     values["x"] = _host(x.to(out.dtype))
-            self.calls.append(values)
-            self._differentiated.append(False)
+            with self._adding:
+                place = len(self.calls)
+                self.calls.append(values)
+                self._differentiated.append(False)
         if place is None or not out.requires_grad:
             return
         self._differentiated[place] = True

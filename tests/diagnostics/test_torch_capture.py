@@ -1,6 +1,7 @@
 """`lowprec_attn.torch.capture` on modules of every kind, against the arrays that they keep."""
 
 import sys
+import threading
 import types
 
 import numpy as np
@@ -180,6 +181,35 @@ def test_attention_within_torch_func_is_refused():
         torch.func.grad(lambda q: functional.scaled_dot_product_attention(q, q, q).sum())(
             torch.ones(1, 1, 4, 8)
         )
+
+
+def test_calls_of_threads_keep_their_own_do(monkeypatch):
+    """As in a DataParallel. Every thread takes its mask before one of them adds its call."""
+    together = threading.Barrier(2, timeout=10)
+    module = sys.modules["lowprec_attn.torch.capture"]  # the package's name is the function
+    usual = module._host
+
+    def wait(x):
+        if x.dtype is torch.bool:
+            together.wait()
+        return usual(x)
+
+    monkeypatch.setattr(module, "_host", wait)
+
+    def run(size):
+        q = torch.full((1, 1, 4, 8), size, requires_grad=True)
+        seen = torch.ones(4, 4, dtype=torch.bool)
+        (size * functional.scaled_dot_product_attention(q, q, q, seen)).sum().backward()
+
+    with capture() as taken:
+        threads = [threading.Thread(target=run, args=(size,)) for size in (1.0, 2.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(one["q"].max() for one in taken.layers.values()) == [1, 2]
+    for one in taken.layers.values():
+        assert one["do"].max() == one["q"].max()
 
 
 def test_a_q_that_was_written_into_has_no_input():
