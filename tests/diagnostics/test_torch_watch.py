@@ -275,6 +275,14 @@ def test_a_step_that_raised_in_hugging_faces_trainer_is_watched_again(is_same, t
     assert functional.scaled_dot_product_attention is USUAL[0]
 
 
+def test_float64_is_measured_as_float32(tmp_path):
+    path = tmp_path / "attention.jsonl"
+    with ours.watch(path=path).step(0):
+        Model().double()(next(batches(1))).backward()
+    (line,) = lines_of(path)
+    assert max(line["signals"]["layer_00"]["query_gradient_error_relative"]) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_trainer_of_hugging_face(accumulation, tmp_path):
