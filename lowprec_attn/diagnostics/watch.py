@@ -167,7 +167,8 @@ def watch(
       write: a SummaryWriter of TensorBoard, or a function of a step and a flat dict of numbers,
         such as `lambda step, metrics: wandb.log(metrics, step=step)`.
       numerics: the arithmetic of the run's attention, in which its errors are emulated. None means
-        FlashAttention's arithmetic where q is bfloat16 or float16, and `exact` where q is float32.
+        FlashAttention's arithmetic where q is bfloat16 or float16, and `exact` where q is float32
+        or float64.
 
     Example:
       >>> watched = watch(every=500, path="attention.jsonl")
@@ -182,8 +183,11 @@ _JAX = Framework(capture, 'attention.dot_product_attention(..., numerics="normal
 
 
 def _of_dtype(layers: Sequence[Layer]) -> Numerics:
-    """Returns FlashAttention's arithmetic in the format of the arrays, or `EXACT` for float32."""
-    formats = {layer.q.dtype.name for layer in layers} - {"float32"}
+    """Returns FlashAttention's arithmetic in the format of the arrays.
+
+    For float32 and float64 it is `EXACT`.
+    """
+    formats = {layer.q.dtype.name for layer in layers} - {"float32", "float64"}
     return FLASH.with_format(min(formats)) if formats else EXACT
 
 

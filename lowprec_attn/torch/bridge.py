@@ -11,6 +11,7 @@ one for the backward pass. Only first derivatives are supported.
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch import Tensor
 from lowprec_attn import attention as _jax_attention
 from lowprec_attn import installation
 from lowprec_attn.errors import UserError
-from lowprec_attn.numerics import Numerics, RowMax
+from lowprec_attn.numerics import Numerics, RowMax, get_preset
 
 _DTYPES = {
     torch.bfloat16: jax.numpy.bfloat16,
@@ -60,8 +61,18 @@ def attention_fn(
       enable_gqa=False)`. It takes query [..., N, T, H], key and value [..., K, S, H], all of one
       dtype (bfloat16, float16 or float32), and returns O [..., N, T, H]. Under `torch.autocast`
       the inputs are cast to its dtype. With `is_causal`, query t sees the keys s <= t. It raises a
-      TorchAttentionError for a mask, for dropout, for other dtypes and for a device that JAX lacks.
+      TorchAttentionError for a mask, for dropout, for other dtypes, for axes before the heads that
+      differ, and for a device that JAX lacks.
+
+    Raises:
+      TorchAttentionError: the numerics round stochastically.
     """
+    chosen = get_preset(numerics) if isinstance(numerics, str) else numerics
+    if chosen.needs_bits:
+        raise TorchAttentionError(
+            f"numerics={numerics} draws random bits, for which PyTorch's function has no key: take "
+            "numerics without stochastic rounding"
+        )
     which = _arithmetic(_Arithmetic(numerics, row_max, logits_soft_cap, implementation))
 
     def compute(
@@ -87,6 +98,12 @@ def attention_fn(
                 "query, key and value must all be bfloat16, float16 or float32, got "
                 f"{query.dtype}, {key.dtype}, {value.dtype}"
             )
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        if min(map(len, shapes)) < 3 or len({shape[:-3] for shape in shapes}) > 1:
+            raise TorchAttentionError(
+                "query, key and value must be [..., heads, length, head size] with the same axes "
+                f"before the heads, got {', '.join(map(str, shapes))}: expand or unsqueeze them"
+            )
         if query.shape[-3] != key.shape[-3] and not enable_gqa:
             raise TorchAttentionError(
                 f"query has {query.shape[-3]} heads and key {key.shape[-3]}: pass enable_gqa=True"
@@ -95,7 +112,8 @@ def attention_fn(
         # Our kernels take [B, T, N, H]. Models often pass a transposed view of a projection. This
         # transpose undoes it, and nothing is copied.
         q, k, v = (
-            x.reshape(-1, *x.shape[-3:]).transpose(1, 2).contiguous() for x in (query, key, value)
+            x.reshape(math.prod(batch), *x.shape[-3:]).transpose(1, 2).contiguous()
+            for x in (query, key, value)
         )
         size = query.shape[-1] ** -0.5 if scale is None else scale
         out = _forward(q, k, v, which, bool(is_causal), float(size))[0]

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lowprec_attn.diagnostics import Capture, CaptureError
 from lowprec_attn.diagnostics.names import replaced
 from lowprec_attn.torch import bridge, calls
-from lowprec_attn.torch.products import PRODUCTS, Product, input_of
+from lowprec_attn.torch.products import PRODUCTS, Product, has_memory, input_of
 
 _SDPA = functional.scaled_dot_product_attention
 _FLASH = ("flash_attn", "flash_attn_interface")
@@ -121,6 +121,7 @@ class _Capturing(TorchFunctionMode):
         self.calls: list[dict[str, Any]] = []
         self._sequences, self._first_pass_only = sequences, first_pass_only
         self._has_do = False
+        self._adding = threading.Lock()  # the threads of a DataParallel share the calls
         self._differentiated: list[bool] = []  # one value per call
         self._inside = threading.local()
         # q's product comes shortly before the call. Keeping more products would hold their memory.
@@ -138,7 +139,7 @@ class _Capturing(TorchFunctionMode):
                 "attention; call it with need_weights=False"
             )
         out = func(*args, **kwargs)
-        if func in PRODUCTS and isinstance(out, Tensor):
+        if func in PRODUCTS and isinstance(out, Tensor) and has_memory(out):
             self._products.append(Product.of(func, args, kwargs, out))
         return out
 
@@ -151,6 +152,11 @@ class _Capturing(TorchFunctionMode):
         if self._first_pass_only and self._has_do and not _in_backward():
             return func(*args, **kwargs)
         call = read(*args, **kwargs)
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (call.q, call.k, call.v))):
+            raise CaptureError(
+                "attention ran within torch.func (grad, vmap, …), which capture does not read; for "
+                "this step differentiate by backward() and take the batch as an axis"
+            )
         self._inside.is_true = True
         try:
             out = func(*args, **kwargs)
@@ -166,7 +172,6 @@ class _Capturing(TorchFunctionMode):
         if _in_backward():
             place = self._first_run(values)
         else:
-            place = len(self.calls)
             values |= call.facts
             if call.mask is not None:
                 values["attn_mask"] = self._mask(call.mask)
@@ -174,8 +179,10 @@ class _Capturing(TorchFunctionMode):
                 x = input_of(call.q[: self._sequences], self._products)
                 if x is not None:
                     values["x"] = _host(x.to(out.dtype))
-            self.calls.append(values)
-            self._differentiated.append(False)
+            with self._adding:
+                place = len(self.calls)
+                self.calls.append(values)
+                self._differentiated.append(False)
         if place is None or not out.requires_grad:
             return
         self._differentiated[place] = True

@@ -40,27 +40,47 @@ class Product(NamedTuple):
         return cls(x if is_of_all else None, out, out._version)
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own or is a view, and a version that counts changes.
+
+    Sparse and nested tensors, those of `torch.func` and of `torch.inference_mode`, and wrappers of
+    other tensors have not.
+    """
+    return (
+        type(x) is Tensor
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
 def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
     """Returns X [B, T, D] if q [B, T, N, H] is a view of X W, with or without a bias; else None.
 
     A view shares the memory of the product's output. It also has the output's version, unless the
-    output was changed in place.
+    output was changed in place. All heads of a row of q lie in one row of the output, but q need
+    not begin at the output's first row.
     """
+    if not has_memory(q):
+        return None
     found = (p for p in products if p.x is not None and _is_view(q, p))
     product = next(found, None)
     if product is None or product.x is None:
         return None
     width = product.out.shape[-1]
+    row, column = divmod(int(q.storage_offset()), width)
+    last = column + sum((q.shape[axis] - 1) * q.stride(axis) for axis in (2, 3))
     by_batch, by_row = q.stride(0), q.stride(1)
     (batch, rows), device = q.shape[:2], product.x.device
     places = (
         by_batch * torch.arange(batch, device=device)[:, None]
         + by_row * torch.arange(rows, device=device)[None]
     )
-    if torch.any(places % width):  # a row of q does not begin at a row of the product
+    if last >= width or torch.any(places % width):  # a row of q is not part of one of the product
         return None
     x = product.x.detach().reshape(-1, product.x.shape[-1])
-    return x[places // width]
+    return x[row + places // width]
 
 
 def _is_view(q: Tensor, product: Product) -> bool:

@@ -1,6 +1,7 @@
 """Watches a training run in PyTorch: a bare loop, Hugging Face's Trainer or Lightning."""
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,21 @@ class TorchWatch(Watch):
         """Opens `step(step)`, only once for all micro-batches of a step.
 
         If an earlier step is still open because it had no backward pass, that step is closed
-        without a record.
+        without a record, and counts as not yet begun.
         """
         self.leave()
         if step == self._begun:
             return
         self._begun = step
         self._open = contextlib.ExitStack()
+        _left_open.add(self)
         self._open.enter_context(self.step(step))
 
     def end(self) -> None:
         """Closes and records what `begin` opened; does nothing if nothing is open."""
         if self._open is not None:
             stack, self._open = self._open, None
+            _left_open.discard(self)
             stack.close()
 
     def callback(self, base: type) -> Any:
@@ -54,6 +57,12 @@ class TorchWatch(Watch):
 
         class Watching(base):
             """The hooks of both trainers, under the names that each trainer calls."""
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                watched.begin_training()
+
+            def on_train_start(self, *_: Any) -> None:
+                watched.begin_training()
 
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 watched.begin(state.global_step)
@@ -78,12 +87,26 @@ class TorchWatch(Watch):
 
         return Watching()
 
+    def begin_training(self) -> None:
+        """Closes what any watch of an earlier training left open, without recording it.
+
+        Hugging Face's Trainer calls no hook when a step raises, so such a step stays open.
+        """
+        for other in [*_left_open]:
+            other.leave()
+        self._begun = None
+
     def leave(self) -> None:
-        """Closes what `begin` opened without recording it."""
+        """Closes what `begin` opened without recording it, so that its step can begin again."""
         if self._open is not None:
-            stack, self._open = self._open, None
+            stack, self._open, self._begun = self._open, None, None
+            _left_open.discard(self)
             with contextlib.suppress(_LeftError):
                 stack.__exit__(_LeftError, _LeftError(), None)
+
+
+# The watches whose `begin` has opened a step that neither `end` nor `leave` has closed.
+_left_open: weakref.WeakSet[TorchWatch] = weakref.WeakSet()
 
 
 class _LeftError(Exception):

@@ -187,3 +187,27 @@ def test_other_dtypes_and_groups_that_are_not_asked_for_are_refused():
         ours.attention(*qkv(dtype=torch.float64))
     with pytest.raises(ours.TorchAttentionError, match="query has 4 heads and key 2: pass enable"):
         ours.attention(*qkv(kv_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("query", "others"),
+    [((2, 1), (1, 2)), ((2, 3), (3, 2)), ((2, 3), (6,)), ((), (1,)), ((2,), (1,))],
+)
+def test_axes_before_the_heads_that_differ_are_refused(query, others):
+    """PyTorch broadcasts some of these, and refuses the others."""
+    (q, _, _), (_, k, v) = qkv(batch=query), qkv(batch=others)
+    with pytest.raises(ours.TorchAttentionError, match="the same axes before the heads, got"):
+        ours.attention(q, k, v)
+
+
+def test_arrays_without_heads_and_empty_ones_are_refused():
+    with pytest.raises(ours.TorchAttentionError, match=r"got \(48, 32\), \(48, 32\)"):
+        ours.attention(*(x[0, 0] for x in qkv()))
+    for empty in ({"length": 0}, {"batch": (0,)}):
+        with pytest.raises(ValueError, match="query has an empty axis"):
+            ours.attention(*qkv(**empty))
+
+
+def test_numerics_that_draw_bits_are_refused():
+    with pytest.raises(ours.TorchAttentionError, match="draws random bits"):
+        ours.attention_fn(numerics="stochastic_output")

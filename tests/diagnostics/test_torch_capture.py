@@ -1,6 +1,7 @@
 """`lowprec_attn.torch.capture` on modules of every kind, against the arrays that they keep."""
 
 import sys
+import threading
 import types
 
 import numpy as np
@@ -120,6 +121,95 @@ def test_the_input_of_wq_is_told_in_the_order_of_q(rows_before_batch):
         q = q.permute(1, 2, 0, 3) if rows_before_batch else q.transpose(1, 2)
         functional.scaled_dot_product_attention(q, q, q).sum().backward()
     np.testing.assert_array_equal(taken.layers["layer_00"]["x"], x.numpy())
+
+
+@pytest.mark.parametrize("rows", [np.s_[:, 1:], np.s_[1:], np.s_[1:, -1:]])
+def test_the_input_of_a_part_of_the_rows_is_that_part(rows):
+    x, w = inputs(), torch.randn(WIDTH, 3 * WIDTH, requires_grad=True)
+    with capture(None) as taken:
+        of_all = (x @ w)[rows].unflatten(-1, (3, HEADS, SIZE))
+        q, k, v = of_all.transpose(1, 3).unbind(2)
+        functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    np.testing.assert_array_equal(taken.layers["layer_00"]["x"], x[rows].numpy())
+
+
+def test_heads_that_have_inputs_of_their_own_have_no_common_one():
+    """Each head has a product of its own, of its own part of the width."""
+    x, w = inputs(), torch.randn(HEADS, SIZE, SIZE, requires_grad=True)
+    with capture() as taken:
+        q = x.view(B, T, HEADS, SIZE).transpose(1, 2) @ w
+        functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert "x" not in taken.layers["layer_00"]
+
+
+def _jagged():
+    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+
+
+def _nested():
+    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda: torch.mm(torch.eye(4).to_sparse(), torch.eye(4).to_sparse()),
+        lambda: functional.linear(_jagged(), torch.ones(4, 4)),
+        lambda: functional.linear(_nested(), torch.ones(4, 4)),
+        lambda: torch.func.grad(lambda x: (x @ x).sum())(torch.ones(4, 4)),
+    ],
+    ids=["sparse", "jagged", "nested", "of torch.func"],
+)
+def test_products_of_tensors_without_memory_are_passed_over(product):
+    with capture() as taken:
+        product()
+        q = (inputs() @ torch.randn(WIDTH, WIDTH)).view(B, T, HEADS, SIZE).transpose(1, 2)
+        functional.scaled_dot_product_attention(q, q, q)
+    assert "x" in taken.layers["layer_00"]
+
+
+def test_under_inference_mode_q_has_no_input():
+    with torch.inference_mode(), capture() as taken:
+        q = (inputs() @ torch.randn(WIDTH, WIDTH)).view(B, T, HEADS, SIZE).transpose(1, 2)
+        functional.scaled_dot_product_attention(q, q, q)
+    assert not taken.layers["layer_00"].keys() & {"x", "do"}
+
+
+def test_attention_within_torch_func_is_refused():
+    with pytest.raises(CaptureError, match=r"torch\.func .* differentiate by backward"), capture():
+        torch.func.grad(lambda q: functional.scaled_dot_product_attention(q, q, q).sum())(
+            torch.ones(1, 1, 4, 8)
+        )
+
+
+def test_calls_of_threads_keep_their_own_do(monkeypatch):
+    """As in a DataParallel. Every thread takes its mask before one of them adds its call."""
+    together = threading.Barrier(2, timeout=10)
+    module = sys.modules["lowprec_attn.torch.capture"]  # the package's name is the function
+    usual = module._host
+
+    def wait(x):
+        if x.dtype is torch.bool:
+            together.wait()
+        return usual(x)
+
+    monkeypatch.setattr(module, "_host", wait)
+
+    def run(size):
+        q = torch.full((1, 1, 4, 8), size, requires_grad=True)
+        seen = torch.ones(4, 4, dtype=torch.bool)
+        (size * functional.scaled_dot_product_attention(q, q, q, seen)).sum().backward()
+
+    with capture() as taken:
+        threads = [threading.Thread(target=run, args=(size,)) for size in (1.0, 2.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(one["q"].max() for one in taken.layers.values()) == [1, 2]
+    for one in taken.layers.values():
+        assert one["do"].max() == one["q"].max()
 
 
 def test_a_q_that_was_written_into_has_no_input():

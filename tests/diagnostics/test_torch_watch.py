@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import types
 
 import numpy as np
 import pytest
@@ -250,6 +251,36 @@ def test_padding_is_cut_before_it_is_measured(tmp_path):
         USUAL[0](q, q, q, attn_mask=mask)[:, :, :10].sum().backward()
     (line,) = lines_of(path)
     assert max(line["signals"]["layer_00"]["score_maximum"]) < 50
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_step_that_raised_in_hugging_faces_trainer_is_watched_again(is_same, tmp_path):
+    """The hooks as the Trainer calls them. It calls none for an error, such as a lack of memory."""
+    path, state = tmp_path / "attention.jsonl", types.SimpleNamespace(global_step=0)
+
+    def train_with(callback, raises):
+        callback.on_train_begin(None, state, None)
+        callback.on_step_begin(None, state, None)
+        loss = Model()(next(batches(1)))
+        if not raises:
+            loss.backward()
+            callback.on_pre_optimizer_step(None, state, None)
+
+    first = ours.watch(every=1, path=path)
+    train_with(first.callback(object), raises=True)
+    second = first if is_same else ours.watch(every=1, path=path)
+    train_with(second.callback(object), raises=False)
+    train_with(second.callback(object), raises=False)
+    assert [line["step"] for line in lines_of(path)] == [0, 0]
+    assert functional.scaled_dot_product_attention is USUAL[0]
+
+
+def test_float64_is_measured_as_float32(tmp_path):
+    path = tmp_path / "attention.jsonl"
+    with ours.watch(path=path).step(0):
+        Model().double()(next(batches(1))).backward()
+    (line,) = lines_of(path)
+    assert max(line["signals"]["layer_00"]["query_gradient_error_relative"]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")
