@@ -466,7 +466,6 @@ def test_segment_ids_of_any_width_are_compared_as_they_are(dtype: str, form: str
 @pytest.mark.parametrize("dtypes", [(np.int32, np.uint32), (np.uint32, np.int8)])
 def test_an_unsigned_segment_id_is_no_negative_one(dtypes: tuple[type, type]) -> None:
     """2³² − 1 and −1 have the same 32 bits."""
-    of_queries, of_keys = dtypes
     given = {np.uint32: [2**32 - 1, 2**31, 1, 0], np.int32: [-1, -(2**31), 1, 0]}
     given[np.int8] = [-1, -128, 1, 0]
     rows, keys = (np.array([given[dtype]], dtype) for dtype in dtypes)
