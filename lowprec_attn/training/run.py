@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, lookup_text, tokens
@@ -183,12 +184,17 @@ def _restore(
         hosts.say(f"resuming at step {restored.step}")
         return restored, True
     if settings.resume_from is not None:
-        return _restore_other(settings, devices, run_dir), False
+        return _restore_other(settings, devices, run_dir, target.opt_state), False
     return None, False
 
 
-def _restore_other(settings: TrainSettings, devices: Devices, run_dir: RunDir) -> Restored:
-    """Returns a checkpoint of `resume_from`, copies its data order, and prints what changed."""
+def _restore_other(
+    settings: TrainSettings, devices: Devices, run_dir: RunDir, opt_state: optax.OptState
+) -> Restored:
+    """Returns a checkpoint of `resume_from`, copies its data order, and prints what changed.
+
+    `opt_state` has the layout of this run's own optimizer state.
+    """
     resume_from, last_step = settings.resume_from, settings.resume_step
     assert resume_from is not None
     source = RunDir(resume_from)
@@ -215,8 +221,7 @@ def _restore_other(settings: TrainSettings, devices: Devices, run_dir: RunDir) -
     order = {name: restored.records[name]} if name in restored.records else {}
     hosts.from_first(lambda: source.require_records(step, order))
     _record_origin(source, run_dir, step)
-    ours = make_program(settings, devices).state.opt_state
-    state = restored.state._replace(opt_state=moved(restored.state.opt_state, ours))
+    state = restored.state._replace(opt_state=moved(restored.state.opt_state, opt_state))
     return dataclasses.replace(restored, state=state)
 
 
