@@ -268,6 +268,29 @@ def test_an_error_of_delta_of_random_sign_leaves_the_scores_of_exact():
     assert ", ".join(f"{score:,.0f}" for score in scores) in page
 
 
+def test_errors_of_delta_have_no_mean_of_one_sign():
+    page = (RESULTS / "true_bfloat16" / "delta" / "README.md").read_text()
+    means, spreads = {}, {}
+    for run in records.read_all(RESULTS / "true_bfloat16" / "delta"):
+        z = [
+            np.sign(of["delta_error_mean"]) * np.array(of["delta_error_coherence"])
+            for step, layers in run.signals.items()
+            if step > 0
+            for of in layers
+        ]
+        assert np.shape(z) == (10 * 12, 12)
+        means.setdefault(run.arm.name, []).append(np.mean(z))
+        spreads.setdefault(run.arm.name, []).append(np.std(z))
+    (mean,), (spread,) = means["flash"], spreads["flash"]
+    error = spread / np.sqrt(10 * 12 * 12)
+    assert f"`flash` has {mean:.3f} ± {error:.3f} and {spread:.2f}," in page.replace(
+        "−", "-"
+    ).replace("\n ", "")
+    of, by = means["delta_stochastic"], spreads["delta_stochastic"]
+    said = f"{min(of):.3f} to {max(of):.3f} and {min(by):.2f} to {max(by):.2f}"
+    assert said in page
+
+
 def test_the_page_of_the_recipes_has_what_the_records_have():
     directory = RESULTS / "true_bfloat16"
     page = (directory / "recipes" / "README.md").read_text()
