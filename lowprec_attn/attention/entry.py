@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
@@ -244,11 +243,10 @@ def _validated(
     bias, mask = pairs
     segments = [options.query_segment_ids, options.key_value_segment_ids]
     if unbatched:
-        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in pairs)
-        segments = [
-            x if x is None or np.ndim(x) != 1 else (x if hasattr(x, "shape") else np.array(x))[None]
-            for x in segments
-        ]
+        bias, mask = (None if x is None else jnp.asarray(x) for x in pairs)
+        bias, mask = (x if x is None or x.ndim != 3 else x[None] for x in (bias, mask))
+        segments = [None if x is None else validation.ids_as_given(x) for x in segments]
+        segments = [x if x is None or x.ndim != 1 else x[None] for x in segments]
     batch, rows, heads, head_size = q.shape
     keys = k.shape[1]
     lengths = (
