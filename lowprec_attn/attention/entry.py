@@ -67,7 +67,8 @@ def dot_product_attention(
     that no query sees, or in the query or gradient of a row that sees no key. If only some rows see
     the key (because of causality or segments), `dense` and `tiled` protect the other rows. The
     kernels do not protect rows of the same tile, so give the padding of packed keys a segment id
-    that no query has. A row that sees NaN or infinity returns it.
+    that no query has. A row that sees NaN or infinity returns it. The kernels return NaN for an
+    infinity, and for float32 numbers above 3.39e38, where an operand of a product is float32.
 
     **Second derivatives** (`jax.hessian`, `jax.jvp`, `jax.grad` of `jax.grad`) take the derivative
     of every rounding as 1. Name `tiled` or `dense` for them, because the kernels refuse. `jax.grad`
