@@ -213,6 +213,13 @@ class Request:
         )
 
 
+def unsupported_symbolic_batch(request: Request) -> str | None:
+    """Names a symbolic batch of `jax.export`, on which no kernel for GPUs can depend, or None."""
+    if isinstance(request.q_shape[0], int):
+        return None
+    return "a symbolic batch (its kernels are compiled for one number of programs)"
+
+
 # The head sizes that the kernels serve.
 HEAD_SIZES = range(16, 257)
 

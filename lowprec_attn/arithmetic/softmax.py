@@ -222,7 +222,8 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     place = Place(rows, span(0, state.acc.shape[-1])[None])
-    empty = is_empty(state.m)
+    # On a CPU XLA's maximum of a row of NaN may be −inf. Its l is NaN all the same.
+    empty = is_empty(state.m) & ~jnp.isnan(state.l)
     l = divisor(state.l, empty, round_point, place)
     of_o = divisor_of_o(state.l, l, empty, rows, n)
     acc = state.acc if n.normalize_probs else state.acc / of_o

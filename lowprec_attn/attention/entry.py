@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
@@ -68,7 +67,8 @@ def dot_product_attention(
     that no query sees, or in the query or gradient of a row that sees no key. If only some rows see
     the key (because of causality or segments), `dense` and `tiled` protect the other rows. The
     kernels do not protect rows of the same tile, so give the padding of packed keys a segment id
-    that no query has. A row that sees NaN or infinity returns it.
+    that no query has. A row that sees NaN or infinity returns it. The kernels return NaN for an
+    infinity, and for float32 numbers above 3.39e38, where an operand of a product is float32.
 
     **Second derivatives** (`jax.hessian`, `jax.jvp`, `jax.grad` of `jax.grad`) take the derivative
     of every rounding as 1. Name `tiled` or `dense` for them, because the kernels refuse. `jax.grad`
@@ -244,11 +244,10 @@ def _validated(
     bias, mask = pairs
     segments = [options.query_segment_ids, options.key_value_segment_ids]
     if unbatched:
-        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in pairs)
-        segments = [
-            x if x is None or np.ndim(x) != 1 else (x if hasattr(x, "shape") else np.array(x))[None]
-            for x in segments
-        ]
+        bias, mask = (None if x is None else jnp.asarray(x) for x in pairs)
+        bias, mask = (x if x is None or x.ndim != 3 else x[None] for x in (bias, mask))
+        segments = [None if x is None else validation.ids_as_given(x) for x in segments]
+        segments = [x if x is None or x.ndim != 1 else x[None] for x in segments]
     batch, rows, heads, head_size = q.shape
     keys = k.shape[1]
     lengths = (

@@ -35,7 +35,7 @@ def compiled_for(device: str) -> Iterator[None]:
 
     Args:
       device: JAX's name of the device kind, or the beginning of that name, with or without the
-        maker (`NVIDIA H100`, `H100`); or the compute capability (`9.0`, `sm_90`).
+        maker (`NVIDIA H100`, `h100`); or the compute capability (`9.0`, `sm_90`).
 
     Raises:
       ValueError: `device` is neither a device kind nor a compute capability; it is a TPU, which
@@ -66,10 +66,9 @@ def _kind(device: str) -> str:
         raise ValueError(f"the target is a device kind or a compute capability, got {device!r}")
     if device.lower().startswith("tpu"):
         raise ValueError(f"{device} is no GPU; a program for a TPU takes `tpu` without this")
-    capability = re.fullmatch(r"(\d+)\.(\d)|sm_(\d+)(\d)[af]?", device)
+    capability = re.fullmatch(r"(\d+)\.(\d)|sm_(\d+)(\d)[af]?", device, re.IGNORECASE)
     if capability is None:
-        full = f"NVIDIA {device}"
-        return full if full.startswith(_COMPILED_FOR) else device
+        return _spelled(device)
     major, minor = (int(digits) for digits in capability.groups() if digits is not None)
     if (major, minor) < _LEAST:
         raise ValueError(f"compute capability {device} (the kernels need 8.0, Ampere)")
@@ -79,6 +78,16 @@ def _kind(device: str) -> str:
             f"compute capability {device} is none of {known}; name the kind of device instead"
         )
     return kind
+
+
+def _spelled(device: str) -> str:
+    """Spells a kind that is known as JAX does: with the maker, and in its capitals."""
+    maker = "NVIDIA "
+    rest = device[len(maker) :] if device.upper().startswith(maker) else device
+    for name in (kind.removeprefix(maker) for kind in _COMPILED_FOR):
+        if rest.upper().startswith(name):
+            return maker + name + rest[len(name) :]
+    return device
 
 
 def explanation(request: Request) -> str:

@@ -228,9 +228,14 @@ def _without_equal(ids: Array | np.ndarray) -> Array:
     return jnp.maximum(ids.astype(jnp.int32), jnp.int32(-1))
 
 
+def ids_as_given(x: ArrayLike) -> Array | np.ndarray:
+    """Returns ids as an array; those that are known and no JAX array as NumPy's, in 64 bits."""
+    return np.asarray(x) if _is_known(x) and not isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.ndarray:
     """Returns the ids, checked, in the dtype as given: `jnp.asarray` would cut 64 bits to 32."""
-    ids = np.asarray(x) if _is_known(x) and not isinstance(x, jax.Array) else jnp.asarray(x)
+    ids = ids_as_given(x)
     if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers [batch, length] = {shape}, got {ids.dtype}{ids.shape}"

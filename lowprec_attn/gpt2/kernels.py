@@ -3,6 +3,7 @@
 from pallas_kernels.gpu.device import kernel_or as kernel_or
 from pallas_kernels.gpu.gelu import gelu as gelu
 from pallas_kernels.gpu.gelu import gelu_gradient as gelu_gradient
+from pallas_kernels.gpu.gelu import is_served as gelu_is_served  # noqa: F401 (handed on)
 from pallas_kernels.gpu.gelu import slope as gelu_slope  # noqa: F401 (handed on)
 from pallas_kernels.gpu.gelu import value as gelu_value  # noqa: F401 (handed on)
 from pallas_kernels.gpu.layer_norm import add_norm as add_norm

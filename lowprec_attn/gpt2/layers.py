@@ -235,15 +235,17 @@ def gelu(x: Float[Array, "*n f"], of_product: bool = True) -> Float[Array, "*n f
     """h · (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2 with h = x in float32, rounded to x's dtype.
 
     The backward pass keeps only x. When lowered for CUDA, the kernels of `pallas_kernels.gpu.gelu`
-    compute it, or the matrix product before it does (`_of_product`). Other platforms compute the
-    same formulas, with (1 + tanh(u)) / 2 = sigmoid(2u), which takes one exponential.
+    compute it, or the matrix product before it does (`_of_product`). Other platforms, and arrays of
+    2^31 numbers or more, compute the same formulas, with (1 + tanh(u)) / 2 = sigmoid(2u), which
+    takes one exponential.
 
     Args:
       x: activations.
       of_product: whether x is directly the result of a matrix product.
     """
+    kernel = kernels.gelu if kernels.gelu_is_served(x) else _plain_gelu
     left = of_product and _left_to_product(x)
-    return kernels.kernel_or(_of_product if left else kernels.gelu, _plain_gelu)(x)
+    return kernels.kernel_or(_of_product if left else kernel, _plain_gelu)(x)
 
 
 def _left_to_product(x: Array) -> bool:
@@ -264,7 +266,8 @@ def _of_product(x: Array) -> Array:
 
 
 def _gelu_backward(_: bool, x: Array, d_y: Array) -> tuple[Array]:
-    return (kernels.kernel_or(kernels.gelu_gradient, _plain_gelu_gradient)(x, d_y),)
+    kernel = kernels.gelu_gradient if kernels.gelu_is_served(x) else _plain_gelu_gradient
+    return (kernels.kernel_or(kernel, _plain_gelu_gradient)(x, d_y),)
 
 
 gelu.defvjp(lambda x, of_product: (gelu(x, of_product), x), _gelu_backward)

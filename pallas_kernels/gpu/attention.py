@@ -35,6 +35,7 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
+    unsupported_symbolic_batch,
 )
 from lowprec_attn.arithmetic.transforms import first_order_only, named
 from lowprec_attn.numerics import FORMATS, MODES, KvBlock, Numerics
@@ -75,6 +76,8 @@ def unsupported(request: Request) -> str | None:
     if not interpret and (capability := too_old()):
         return f"compute capability {capability} (it needs 8.0, Ampere)"
     if reason := unsupported_by_kernels(request):
+        return reason
+    if not interpret and (reason := unsupported_symbolic_batch(request)):
         return reason
     if reason := _unsupported_mask(request):
         return reason

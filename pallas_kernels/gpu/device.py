@@ -18,12 +18,16 @@ def without_triton() -> str | None:
 def too_old() -> str | None:
     """The compute capability of this process's GPU if it is below 8.0, else None.
 
-    Without a GPU, as in ahead-of-time compilation, the capability is unknown: the result is None.
+    An AMD GPU has a name such as gfx942 in its place, which is returned. Without a GPU, as in
+    ahead-of-time compilation, the capability is unknown: the result is None.
     """
     if jax.default_backend() != "gpu":
         return None
     capability = getattr(jax.devices()[0], "compute_capability", None)
-    return capability if capability is not None and float(capability) < 8 else None
+    if capability is None:
+        return None
+    is_number = capability.replace(".", "").isdecimal()
+    return None if is_number and float(capability) >= 8 else capability
 
 
 def device_kind() -> str | None:

@@ -52,6 +52,11 @@ def _sigmoid(h: Array, power: Function, one_over: Function) -> Array:
     return one_over(1 + power(log2))
 
 
+def is_served(x: Float[Array, "*n"]) -> bool:
+    """Whether the kernels serve an array of this size. They count its numbers in int32."""
+    return x.size < 2**31
+
+
 def gelu(x: Float[Array, "*n"], *, interpret: bool = False) -> Float[Array, "*n"]:
     """`value` of x, rounded to x's dtype."""
     return _call(_value, x, interpret=interpret)

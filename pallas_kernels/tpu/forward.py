@@ -170,6 +170,9 @@ def _epilogue(
     l = state.l
     if problem.keeps_partial_sums:
         l = jnp.broadcast_to(jnp.sum(l, axis=-1, keepdims=True), l.shape)
+    if problem.interpret is not None:  # on a CPU XLA's maximum of a row of NaN may be −inf
+        exists = True if query_length is None else rows < query_length
+        empty = empty & ~(jnp.isnan(l) & exists)
     unrounded_l, l = l, divisor(l, empty, round_point, place)
     of_o = divisor_of_o(unrounded_l, l, empty, rows, problem.spec.numerics)
 

@@ -354,3 +354,25 @@ def test_a_list_may_hold_traced_numbers(options: Any) -> None:
         return attention.dot_product_attention(q, q, q, numerics="exact", **options(n))
 
     np.testing.assert_array_equal(jax.jit(attend)(2), attend(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda n: {"query_segment_ids": [n, 0, n]},
+        lambda n: {"mask": [[[True, False, n > 3]] * 3]},
+        lambda n: {"bias": [[[n * 1.0, 0.0, 1.0]] * 3]},
+    ],
+    ids=["segments", "mask", "bias"],
+)
+def test_a_list_may_lack_the_batch_axis(options: Any) -> None:
+    q = jax.random.normal(jax.random.key(0), (3, 2, 16))
+
+    def attend(n: Any, batch: Any = None) -> Any:
+        given = {name: np.asarray(x)[batch] if batch else x for name, x in options(n).items()}
+        x = q[batch] if batch else q
+        return attention.dot_product_attention(x, x, x, numerics="exact", **given)
+
+    expected = attend(2, (None,))[0]
+    np.testing.assert_array_equal(attend(2), expected)
+    np.testing.assert_array_equal(jax.jit(attend)(2), expected)

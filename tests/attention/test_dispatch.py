@@ -12,6 +12,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve, resolve_by_platform
 from lowprec_attn.numerics import StandardMax
+from pallas_kernels.gpu.device import kernel_or
 from pallas_kernels.gpu.hopper.attention import is_available
 
 
@@ -39,12 +40,16 @@ def test_what_the_kernels_decline_goes_to_the_same_arithmetic_elsewhere(asked, n
     assert resolve_by_platform(asked, None) == dict.fromkeys(("cuda", "tpu", "default"), name)
 
 
-@pytest.mark.parametrize(("capability", "name"), [("7.5", "tiled"), ("8.0", "gpu")])
-def test_gpus_older_than_ampere_keep_tiled(capability, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "name"), [("7.5", "tiled"), ("8.0", "gpu"), ("12.0", "gpu"), ("gfx942", "tiled")]
+)
+def test_gpus_older_than_ampere_and_of_amd_keep_tiled(capability, name, monkeypatch):
     device = types.SimpleNamespace(compute_capability=capability, device_kind="a GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert resolve_by_platform(request(), None)["cuda"] == name
+    kernel = kernel_or(lambda: "kernel", lambda: "plain").keywords["cuda"]
+    assert kernel() == ("kernel" if name == "gpu" else "plain")
 
 
 def test_a_chosen_implementation_serves_every_platform():

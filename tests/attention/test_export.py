@@ -70,7 +70,11 @@ def test_steps_of_dense_are_refused_by_name() -> None:
         exported("b, t, s", gradient=False, **options)
 
 
-def test_a_symbolic_batch_keeps_the_kernels() -> None:
+@pytest.mark.parametrize("device", ["NVIDIA H100", "NVIDIA A100"])
+def test_a_symbolic_batch_keeps_the_kernels_of_a_tpu_alone(device: str) -> None:
+    """A GPU gets one program for every tile, head and batch element."""
     q = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), 128, 2, 64), jnp.bfloat16)
     call = jax.jit(lambda q: attention.dot_product_attention(q, q, q, is_causal=True))
     assert "attention_forward" in export.export(call, platforms=("tpu",))(q).mlir_module()
+    with attention.compiled_for(device):
+        assert "attention_forward" not in export.export(call, platforms=("cuda",))(q).mlir_module()

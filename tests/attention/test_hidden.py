@@ -152,6 +152,23 @@ def test_values_that_are_seen_arrive_as_they_are(implementation: str) -> None:
     assert np.isnan(out[:, 8:, :, 2:4]).all()
 
 
+@pytest.mark.parametrize("rule", ["standard", "lazy_max"])
+@pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu", "tpu"])
+def test_a_row_of_nan_has_an_lse_of_nan(implementation: str, rule: str) -> None:
+    """On a CPU XLA's maximum of so long a row is not NaN."""
+    q = np.ones((1, 130, 1, 16), np.float32)
+    q[0, 3] = np.nan
+    _, lse = attention.dot_product_attention(
+        *(q, q[:, 4:], q[:, 4:]),
+        numerics="exact",
+        row_max=rule,
+        implementation=implementation,
+        block_sizes=harness.IMPLEMENTATIONS[implementation].block_sizes,
+        return_residual=True,
+    )
+    np.testing.assert_array_equal(np.isnan(lse[0, :, 0]), np.arange(130) == 3)
+
+
 @pytest.mark.parametrize("implementation", PLAIN)
 def test_under_vmap(implementation: str) -> None:
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES["causal"]

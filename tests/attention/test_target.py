@@ -49,6 +49,8 @@ needs_hopper = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0
         pytest.param("9.0", "hopper", marks=needs_hopper),
         pytest.param("H100", "hopper", marks=needs_hopper),
         pytest.param("sm_90a", "hopper", marks=needs_hopper),
+        pytest.param("h100", "hopper", marks=needs_hopper),
+        pytest.param("nvidia h200", "hopper", marks=needs_hopper),
         ("NVIDIA A100-SXM4-80GB", "gpu"),
         ("8.9", "gpu"),
         ("10.0", "gpu"),
@@ -120,7 +122,7 @@ def test_the_reason_is_told(monkeypatch):
 
 
 def test_a_kind_that_is_new_is_served_with_a_warning(caplog):
-    for known in ("B200", "sm_80", "NVIDIA B200"):
+    for known in ("B200", "sm_80", "NVIDIA B200", "b200", "SM_80", "Nvidia gh200 480GB"):
         with caplog.at_level(logging.WARNING), attention.compiled_for(known):
             assert not caplog.records
     with caplog.at_level(logging.WARNING), attention.compiled_for("NVIDIA R100"):

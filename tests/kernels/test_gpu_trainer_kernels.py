@@ -237,6 +237,16 @@ def test_gelu_is_that_of_float64(size, dtype, interpret):
         )
 
 
+@pytest.mark.parametrize("size", [2**31 - 8, 2**31 + 8, 2**32])
+def test_gelu_of_more_numbers_than_int32_counts_takes_no_kernel(size):
+    def both(x):
+        y, pullback = jax.vjp(gelu, x)
+        return y, pullback(y)
+
+    traced = str(jax.make_jaxpr(both)(jax.ShapeDtypeStruct((size,), jnp.float32)))
+    assert ("pallas_call" in traced) == (size < 2**31)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("activation_dtype", ["bfloat16", "float32"])
 def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does(activation_dtype):

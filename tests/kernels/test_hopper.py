@@ -1036,6 +1036,16 @@ def test_sums_of_other_numerics_are_named(chosen: Numerics, field: str, named: s
         run(FEW, call(FEW, chosen, sizes=sizes, kv_block=128))
 
 
+@needs_mosaic
+@pytest.mark.parametrize("step", [64, 128])
+def test_a_step_of_other_keys_than_the_call_asks_for_is_refused(step: int) -> None:
+    """Tiles must not change what is computed, and the number of keys of a step does."""
+    sizes = dataclasses.replace(SIZES, forward=ForwardTile(step=step))
+    asked = 192 - step
+    with pytest.raises(ValueError, match=f"kv_block={asked} takes step={asked}, got step={step}"):
+        run(FEW, call(FEW, sizes=sizes, kv_block=asked))
+
+
 def test_stages_of_v_are_those_of_dqs_kernel() -> None:
     dataclasses.replace(SIZES, query_gradients=BackwardTile(v_stages=1))
     with pytest.raises(ValueError, match="v_stages are of query_gradients alone, got 1"):

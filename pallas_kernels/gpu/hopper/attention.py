@@ -28,6 +28,7 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
+    unsupported_symbolic_batch,
 )
 from lowprec_attn.numerics import (
     FLASH,
@@ -69,7 +70,7 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := _unsupported_machine(request):
         return reason
-    if reason := unsupported_by_kernels(request):
+    if reason := unsupported_by_kernels(request) or unsupported_symbolic_batch(request):
         return reason
     if request.value_size not in (None, request.q_shape[-1]):
         return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"

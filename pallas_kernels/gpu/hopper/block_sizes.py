@@ -86,7 +86,7 @@ class ForwardTile:
           ValueError: a size is out of range; `overlap_tiles` with one stage of q, with a step that
             is not a multiple of the tile's rows, with rounded products or with O′; `halved` with
             steps of 64, or without long steps; long steps with a step that is not a multiple of the
-            tile's rows.
+            tile's rows; a step other than `kv_block`, without long steps.
         """
         _check_sizes(self)
         alike = self.step % self.owned == 0
@@ -103,6 +103,8 @@ class ForwardTile:
             raise ValueError(
                 f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {self}"
             )
+        if not in_long_steps and n.kv_block not in (None, self.step):
+            raise ValueError(f"kv_block={n.kv_block} takes step={n.kv_block}, got step={self.step}")
         if self.halved and not in_long_steps:
             raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
         if self.overlap_tiles and (in_long_steps or keeps_auxiliary(n)):
