@@ -179,6 +179,17 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     assert loss.count(f"stroke: {style.ALARM}") == 1 + 1 + 9
 
 
+def test_what_was_abandoned_is_in_the_order_of_the_rollbacks(tmp_path):
+    run_dir = record_run(tmp_path / "run", FALLING, {})
+    back = {"to": 100, "onset": 120, "detected": 130, "skipped": 31, "reason": "excess"}
+    run_dir.rollbacks.write_text(f"{json.dumps(back)}\n" * 10)
+    run_dir.abandoned.mkdir()
+    for number in range(1, 12):  # the 11th was forgotten
+        text = json.dumps({"step": number, "loss": 8.0})
+        (run_dir.abandoned / f"{number}.jsonl").write_text(f"{text}\n")
+    assert [*map(list, History.read(run_dir).abandoned)] == [[n] for n in range(1, 11)]
+
+
 def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
     # δ was measured at the first step only, and losses go on after the last diagnostics.
     signals = {0: layers({"query_gradient_error_relative": [0.1, 0.2]}, {}), 100: layers({}, {})}
