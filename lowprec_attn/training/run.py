@@ -20,7 +20,7 @@ from lowprec_attn.data.batches import require_windows, train_iterator
 from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
-from lowprec_attn.runs.checkpoint import Checkpoints, Restored
+from lowprec_attn.runs.checkpoint import Checkpoints, Restored, require_storable
 from lowprec_attn.runs.history import load_config
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.metrics import MetricsWriter
@@ -64,6 +64,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
     config = {**config, "text_sha256": identity}
     _require_one_run(config, workdir)
+    require_storable(RunDir(workdir).checkpoints)  # before anything is made there
     with (
         heap.rarely_collected(),
         hosts.ending_together(),
