@@ -8,6 +8,8 @@ rest, which may be interrupted and repeated:
   - It cuts off metrics, timings and data order at the checkpoint that the run starts from.
   - It gives step s the batch of step s + `skipped` in the run's order.
 
+A run that is resumed from another run leaves out the batches that the other one has left out.
+
 A checkpoint knows a rollback if its manifest's fingerprint of `rollbacks.jsonl` covers the line.
 """
 
