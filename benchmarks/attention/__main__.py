@@ -27,6 +27,7 @@ from benchmarks.attention.timing import JaxCandidate
 from benchmarks.shapes import SHAPES, SWEEP
 from lowprec_attn.errors import RunError
 
+_DTYPES = ("bfloat16", "float16", "float32")
 _SHAPES = {"gpu": [*targets.SHAPES, "sweep"]}
 
 
@@ -59,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument("--shapes", nargs="+", choices=[*SHAPES, "sweep"], metavar="SHAPE")
-    what.add_argument("--dtype", default="bfloat16")
+    what.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     what.add_argument("--only", nargs="+", metavar="PATTERN", help="candidates, such as 'gpu *'")
     what.add_argument("--points", action="store_true", help="also flash with each point rounded")
     what.add_argument("--rounds", type=int, default=11, help="samples of each; half on the sweep")
@@ -74,6 +75,9 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    args.lengths = sorted(set(args.lengths))
+    if args.lengths[0] < 1:
+        parser.error(f"--lengths must be at least 1, got {args.lengths[0]}")
     return args
 
 

@@ -352,6 +352,10 @@ def sinks(value: ArrayLike | None, heads: int) -> Array | None:
     return x
 
 
+# XLA takes subnormal numbers for 0, so below this small scores would be lost.
+_LEAST_FACTOR = float(np.finfo(np.float32).tiny / np.finfo(np.float32).eps)
+
+
 def soft_cap(value: object, scale: float) -> float | None:
     """Returns the cap c of c · tanh(scale · q kᵀ / c), or None if it is not given.
 
@@ -361,7 +365,7 @@ def soft_cap(value: object, scale: float) -> float | None:
 
     Raises:
       ValueError: the cap is traced, is not one positive number, or float32 cannot hold c or
-        scale / c.
+        scale / c, nor a product of q kᵀ as small as the spacing at 1 times scale / c.
     """
     if value is None:
         return None
@@ -376,10 +380,10 @@ def soft_cap(value: object, scale: float) -> float | None:
         )
     with np.errstate(over="ignore"):
         factor = np.float32(scale / cap)
-    if not np.isfinite(factor) or (scale != 0 and factor == 0):
+    if not np.isfinite(factor) or (scale != 0 and abs(factor) < _LEAST_FACTOR):
         raise ValueError(
             f"scale / logits_soft_cap, the factor of q kᵀ, must fit float32, got {value!r} "
-            f"with scale={scale}"
+            f"with scale={scale}; the least is {_LEAST_FACTOR:.1g}"
         )
     return cap
 

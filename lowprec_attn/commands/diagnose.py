@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec_attn.attention import validation
 from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.examine import array_file, page, wording
 from lowprec_attn.diagnostics.examine import series as trends
@@ -209,6 +210,11 @@ def _series(args: argparse.Namespace, examined: Sequence[Sequence[Examination]])
 def _as_asked(layer: Layer, args: argparse.Namespace) -> Layer:
     """Returns the layer with the command's options, which override what its source says."""
     given = (args.is_causal, layer.is_causal, True)
+    if args.scale is not None:
+        try:
+            validation.soft_cap(layer.soft_cap, args.scale)
+        except ValueError as error:
+            raise DiagnoseError(f"--scale {args.scale}: {error}") from error
     return layer._replace(
         is_causal=next(value for value in given if value is not None),
         scale=layer.scale if args.scale is None else args.scale,

@@ -181,9 +181,15 @@ def text_lengths(directory: Path) -> dict[str, int]:
         path = place / "texts.toml"
         if path.is_file():
             try:
-                return tomllib.loads(path.read_text(encoding="utf-8"))
+                lengths = tomllib.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise RecordError(f"{path} is not TOML: {error}") from error
+            for name, length in lengths.items():
+                if type(length) is not int or length < 1:
+                    raise RecordError(
+                        f"{path}: {name} must be a number of tokens, 1 or more, got {length!r}"
+                    )
+            return lengths
     return {}
 
 

@@ -54,6 +54,15 @@ class Scaling:
             raise ValueError(f"unknown scale {self.kind!r}; there are {_listed()}")
         if (self.number > 0) != (self.kind in ("x", "block")):
             raise ValueError(f"scale {self} must have a positive number behind x and block alone")
+        if self.kind == "block" and self.number % 1:
+            raise ValueError(f"scale {self} must have a whole number of rows behind block")
+        # XLA takes subnormal numbers for 0.
+        least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        if self.kind == "x" and not least <= self.number <= most:
+            raise ValueError(
+                f"scale x{self.number:g} must have a factor from {least:.3g} to {most:.3g}, which "
+                "float32 can hold"
+            )
 
     @property
     def block_on_axis(self) -> int | None:

@@ -21,6 +21,7 @@ process chooses the content directory, verifies it, and writes and removes the m
 import concurrent.futures
 import contextlib
 import dataclasses
+import fnmatch
 import itertools
 import json
 import logging
@@ -132,6 +133,7 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"step={step} cannot be saved; it must be at least 0")
+        require_storable(self._directory)
         self.wait()
         data_copy = json.loads(json.dumps(data_state))
         beside = {} if measured is None else {"measured": checkpoint_content.copy(measured)}
@@ -411,6 +413,30 @@ class Checkpoints:
                 f"cannot {action} {self._directory}: {checkpoint_content.reason(error)}; "
                 "checkpoints that were complete stay as they are"
             ) from error
+
+
+def require_storable(directory: Path) -> None:
+    """Checks that Orbax can write checkpoints to a directory, which need not exist.
+
+    Orbax takes the path as a pattern of glob, TensorStore takes a backslash for a slash, and both
+    take UTF-8 alone. Where they do, the arrays would get lost without an error.
+
+    Raises:
+      CheckpointError: it cannot.
+    """
+    path = directory.absolute()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        what = "it is not UTF-8"
+    else:
+        odd = [part for part in path.parts if not fnmatch.fnmatchcase(part, part) or "\\" in part]
+        if not odd:
+            return
+        what = f"{odd[0]!r} has square brackets or a backslash, which Orbax takes for others"
+    raise CheckpointError(
+        f"cannot write checkpoints to {path}: {what}; choose another place, without such names"
+    )
 
 
 def _remove(path: Path) -> None:

@@ -66,8 +66,10 @@ class History:
         if not run_dir.metrics.exists():
             raise HistoryError(f"{run_dir.path} is not a run directory: it has no metrics.jsonl")
         records = metrics.read(run_dir.metrics)
-        undone = [metrics.read(path) for path in sorted(run_dir.abandoned.glob("*.jsonl"))]
         went_back = rollbacks.read(run_dir.rollbacks)
+        numbers = range(1, len(went_back) + 1)  # files of rollbacks that were forgotten may remain
+        kept = (run_dir.abandoned / f"{number}.jsonl" for number in numbers)
+        undone = [metrics.read(path) for path in kept if path.exists()]
         timings = metrics.read(run_dir.throughput) if run_dir.throughput.exists() else []
         try:
             return cls(
@@ -92,8 +94,13 @@ class History:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the run has taken."""
+        """The number of steps up to the last one, with those of a run that it was resumed from."""
         return max(self.losses, default=-1) + 1
+
+    @property
+    def own_steps(self) -> int:
+        """The number of steps that the run itself has taken."""
+        return self.steps - min(self.losses, default=0)
 
     @property
     def ended(self) -> bool:

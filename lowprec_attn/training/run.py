@@ -19,9 +19,10 @@ from lowprec_attn.data import builtin_text, lookup_text, tokens
 from lowprec_attn.data.batches import require_windows, train_iterator
 from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_record, write_atomically
-from lowprec_attn.runs.checkpoint import Checkpoints, Restored
+from lowprec_attn.files import Fingerprint, read_record, write_atomically
+from lowprec_attn.runs.checkpoint import Checkpoints, Restored, require_storable
 from lowprec_attn.runs.history import load_config
+from lowprec_attn.runs.instability import rollbacks
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
@@ -64,6 +65,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
     config = {**config, "text_sha256": identity}
     _require_one_run(config, workdir)
+    require_storable(RunDir(workdir).checkpoints)  # before anything is made there
     with (
         heap.rarely_collected(),
         hosts.ending_together(),
@@ -107,7 +109,7 @@ def _run_once(
     data = train_iterator(
         corpus.train,
         settings.model.context,
-        skipping(draw, skipped(record.rollbacks)),
+        skipping(draw, hosts.from_first(lambda: _left_out(run_dir)) + skipped(record.rollbacks)),
         shard=devices.shard,
         parts=settings.accumulation_steps,
     )
@@ -220,13 +222,15 @@ def _restore_other(
     step, name = restored.step, source.data_order.name  # its metrics are not continued
     order = {name: restored.records[name]} if name in restored.records else {}
     hosts.from_first(lambda: source.require_records(step, order))
-    _record_origin(source, run_dir, step)
+    _record_origin(source, run_dir, step, restored.records)
     state = restored.state._replace(opt_state=moved(restored.state.opt_state, opt_state))
     return dataclasses.replace(restored, state=state)
 
 
 @hosts.first_only
-def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
+def _record_origin(
+    source: RunDir, run_dir: RunDir, step: int, records: Mapping[str, Fingerprint]
+) -> None:
     try:
         with source.data_order.open("rb") as file:
             lines = list(itertools.islice(file, step))
@@ -237,10 +241,27 @@ def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
         ) from error
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
-    origin = {"run": str(source.path), "step": step, "changed": changed}
+    left_out = _left_out(source)
+    went_back = rollbacks.read(source.rollbacks)
+    if not rollbacks.undone(went_back, step, records):
+        left_out += skipped([rollback for rollback in went_back if rollback.to <= step])
+    origin = {"run": str(source.path), "step": step, "changed": changed, "left_out": left_out}
     run_dir.write_json(run_dir.origin, origin)
     listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
     print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
+
+
+def _left_out(run_dir: RunDir) -> int:
+    """Returns how many batches the runs before had left out, that this one was resumed from."""
+    if not run_dir.origin.exists():
+        return 0
+    record = {"left_out": 0} | read_record(run_dir.origin, step=int)  # earlier versions lack it
+    if type(record["left_out"]) is not int or record["left_out"] < 0:
+        raise RunError(
+            f"{run_dir.origin} says left_out {record['left_out']!r}, which is no number of "
+            "batches; restore it from a copy"
+        )
+    return record["left_out"]
 
 
 def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:

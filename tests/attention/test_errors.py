@@ -188,6 +188,10 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(logits_soft_cap=1e-30, scale=1e30),
         r"scale / logits_soft_cap.* must fit float32, got 1e-30 with scale=1e\+30",
     ),
+    "a cap that hides all scores": (
+        lambda: attend(logits_soft_cap=1e37),
+        r"scale / logits_soft_cap.* must fit float32, got 1e\+37 with scale=.*; the least is 1e-31",
+    ),
     "traced cap": (
         lambda: jax.jit(lambda cap: attend(logits_soft_cap=cap))(50.0),
         r"logits_soft_cap must be a Python number or None, got the traced .*float32\[\]",

@@ -408,6 +408,34 @@ def test_command(
     assert run("--shapes", "tiny", "--only", "nothing") == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
+        (["--memory", "--lengths", "512", "0"], "--lengths must be at least 1, got 0"),
+    ],
+)
+def test_arguments_that_cannot_be_measured_are_refused(
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert says in capsys.readouterr().err
+
+
+def test_a_length_given_twice_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "--memory", "--only", "tiled flash", "--lengths", "32", "16", "32"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command.main() == 0
+    assert re.search(r"tiled flash +~ T\^\S+ +16: .* MiB +32: .* MiB\n", capsys.readouterr().out)
+
+
 def test_figures_of_sweep_and_memory(tmp_path: Path) -> None:
     from benchmarks.attention import plot
 

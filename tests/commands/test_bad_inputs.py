@@ -151,6 +151,11 @@ CASES = {
     "a scale of 0": (of("--scale", "0"), "--scale must not be 0 in float32"),
     "a scale of 1e300": (of("--scale", "1e300"), "--scale must be a finite number in float32, got"),
     "a scale of 1e-300": (of("--scale", "1e-300"), "--scale must not be 0 in float32"),
+    "a scale of 1e-45": (of("--scale", "1e-45"), "--scale must not be 0 in float32"),
+    "a scale far below the cap": (
+        of("--scale", "1e-30", softcap=np.array(1e20)),
+        "--scale 1e-30: scale / logits_soft_cap, the factor of q kᵀ, must fit float32",
+    ),
     "causal by NaN": (of(is_causal=NAN), "is_causal must be true or false, got nan"),
     "fp8 in safetensors": (
         lambda: ["diagnose", text("a.safetensors", header_of("F8_E4M3", [1, 8, 1, 8], 64))],

@@ -583,3 +583,6 @@ def test_the_panels_of_a_figure_are_named_by_the_titles_beside_the_records(tmp_p
     (tmp_path / "titles.toml").write_text("O in two bits\n")
     with pytest.raises(records.RecordError, match=r"titles\.toml is not TOML"):
         plain_titles(tmp_path, arms)
+    (tmp_path / "titles.toml").write_text("bad = 2\n")
+    with pytest.raises(records.RecordError, match=r"titles\.toml: bad must be a text in quotes"):
+        plain_titles(tmp_path, arms)

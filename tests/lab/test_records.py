@@ -230,3 +230,10 @@ def test_a_value_that_is_not_a_number_is_the_largest(collected):
     (record,) = [r for r in records.read_all(collected) if r.arm.name == "calm"]
     record.signals[10][0]["score_maximum"][:] = [1.0, float("nan")]
     assert record.largest("score_maximum", 10, 0) != record.largest("score_maximum", 10, 0)
+
+
+@pytest.mark.parametrize("length", ["0", "2.5", "true", '"many"'])
+def test_the_length_of_a_text_is_a_number_of_tokens(tmp_path, length):
+    (tmp_path / "texts.toml").write_text(f"{64 * 'a'} = {length}\n")
+    with pytest.raises(records.RecordError, match=r"texts\.toml: a+ must be a number of tokens"):
+        records.text_lengths(tmp_path)

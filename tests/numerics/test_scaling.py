@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import scales
 
-from lowprec_attn.numerics import Rounding, get_rounding, get_scaling, largest, round_scaled
+from lowprec_attn.numerics import (
+    Rounding,
+    Scaling,
+    get_rounding,
+    get_scaling,
+    largest,
+    round_scaled,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -191,6 +198,8 @@ def test_text_gives_the_rounding_again(text: str) -> None:
         ("float8_e4m3fn/block", "unknown scale 'block'"),
         ("float8_e4m3fn/x1.2.3", "unknown scale 'x1.2.3'"),
         ("float8_e4m3fn/x.", "unknown scale 'x.'"),
+        (f"float8_e4m3fn/x0.{'0' * 39}1", "scale x1e-40 must have a factor from 1.18e-38 to"),
+        (f"float8_e4m3fn/x1{'0' * 39}", r"scale x1e\+39 must have a factor from 1.18e-38 to"),
         ("float8_e4m3fn/x0", "scale x must have a positive number"),
         ("float8_e4m3fn/block0", "scale block must have a positive number"),
         ("bfloat16/tensor", "bfloat16 has the exponents of float32 and needs no scale"),
@@ -200,6 +209,11 @@ def test_text_gives_the_rounding_again(text: str) -> None:
 def test_what_is_no_scale_is_refused_by_name(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         get_rounding(text)
+
+
+def test_part_of_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"block2\.5 must have a whole number of rows"):
+        Scaling("block", 2.5)
 
 
 def test_names_of_scales() -> None:

@@ -629,3 +629,17 @@ def test_sigkill_loses_no_checkpoint(tmp_path):
         complete = int(lines[-1].split()[1])
         assert (restore(tmp_path) or 0) in (complete, complete + 1)
     assert complete > 6
+
+
+@pytest.mark.parametrize("name", [b"lr=[1e-3]", b"[!a]", b"a\\b", b"caf\xe9"])
+def test_a_path_under_which_arrays_would_get_lost_is_refused(tmp_path, name):
+    place = tmp_path / os.fsdecode(name)
+    with pytest.raises(CheckpointError, match="choose another place, without such names"):
+        save(place / "run", 1)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("name", ["a[1", "lr*{1,2}?", "größe 漢字 $HOME", "a#%20&b"])
+def test_a_path_with_other_signs_is_taken(tmp_path, name):
+    save(tmp_path / name, 1)
+    assert restore(tmp_path / name) == 1

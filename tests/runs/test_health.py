@@ -45,6 +45,12 @@ def history(losses=FALLING, signals=None, failure=None, ended=True):
     )
 
 
+def resumed(steps, **changes):
+    """A run that was resumed from another one at step 5,000."""
+    found = history([3.0] * steps, of(0, 5), **changes)
+    return dataclasses.replace(found, losses={5000 + s: x for s, x in found.losses.items()})
+
+
 SCORES, DELTA = {"score_maximum": 600.0}, {"query_weight_gradient_error_relative": 0.4}
 LARGE = "the largest |score| is 600"
 CASES = {
@@ -52,6 +58,12 @@ CASES = {
         history(),
         "healthy",
         "Healthy: the loss has not exploded in 200 steps, and no rule was met at 3 diagnostics.",
+    ),
+    "resumed": (resumed(120), "healthy", "Healthy: the loss has not exploded in 120 steps, and"),
+    "resumed, and too short": (
+        resumed(12),
+        "unknown",
+        "Too little was recorded to tell: 12 steps were taken, and an explosion shows after 100.",
     ),
     "healthy so far": (history(ended=False), "healthy", "Healthy so far: "),
     "a rule could not be applied": (

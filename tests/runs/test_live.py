@@ -1,15 +1,19 @@
 """What runs alongside training: repeated actions, and the copy that outlives the machine."""
 
+import contextlib
 import itertools
 import shutil
 import threading
 
+import fsspec
 import numpy as np
 import pytest
 from tiny import tiny_config
 
+from lowprec_attn.files import Fingerprint, append_line
 from lowprec_attn.runs import live, mirror
 from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.instability import rollbacks
 from lowprec_attn.runs.manifest import Manifest
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
@@ -179,10 +183,128 @@ def test_a_step_that_is_taken_again_leaves_its_first_copy_intact_until_the_secon
         assert pulled(f"back{value}") == value
         assert len(list((tmp_path / f"back{value}" / "checkpoints").iterdir())) == 2
     sent = []
-    monkeypatch.setattr(mirror, "_put", lambda path, name, target: sent.append(name))
-    monkeypatch.setattr(mirror, "_replace", lambda path, name, target: None)
+
+    def put_and_tell(path, name, target):
+        sent.append(name)
+        put(path, name, target)
+
+    monkeypatch.setattr(mirror, "_put", put_and_tell)
     mirror.push(run, url)
-    assert sent == []
+    assert not [name for name in sent if name.startswith("checkpoints/")]
+
+
+def gone_back(run):
+    """Changes a run as a rollback from step 6 to step 4 does, and the steps that follow it."""
+    (run / "checkpoints" / "00000006.json").unlink()
+    kept = Manifest.read(run / "checkpoints" / "00000004.json").records
+    line = '{"to": 4, "onset": 5, "detected": 5, "skipped": 2, "reason": "excess"}\n'
+    (run / "rollbacks.jsonl").write_text(line)
+    for name, file in kept.items():
+        (run / name).write_bytes((run / name).read_bytes()[: file.size] + b"other steps\n")
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_copy_cut_short_at_any_instant_can_go_on(tmp_path, monkeypatch, goes_back):
+    """The records fit the checkpoint from which the run would start."""
+    url = f"memory://bucket/{tmp_path.name}"
+    with RunDir.open(tmp_path / "run", {"seed": 0}) as run, Checkpoints(run.checkpoints) as kept:
+        for step in (2, 4, 6):
+            paths = (run.metrics, run.data_order)
+            for path in paths:
+                append_line(path, f"up to step {step}")
+            kept.save(step, {"w": np.zeros(1)}, {}, {p.name: Fingerprint.of(p) for p in paths})
+            if step == (6 if goes_back else 4):
+                kept.wait()
+                mirror.push(run, f"{url}/full")
+    for path in paths:
+        append_line(path, "and after it")
+    if goes_back:
+        gone_back(run.path)
+    left, found, files = 0, [], mirror.DirFileSystem
+
+    def limited(method):
+        def call(target, *names, **options):
+            nonlocal left
+            if not left:
+                raise OSError("connection lost")
+            left -= 1
+            return method(target, *names, **options)
+
+        return call
+
+    methods = ("put_file", "pipe_file", "mv", "rm_file")
+    cut = {name: limited(getattr(files, name)) for name in methods}
+    memory = fsspec.filesystem("memory")
+    for calls in itertools.count():
+        memory.copy(f"{url}/full", f"{url}/cut{calls}", recursive=True)
+        left, back = calls, tmp_path / f"back{calls}"
+        with monkeypatch.context() as patched, contextlib.suppress(mirror.MirrorError):
+            for name, method in cut.items():
+                patched.setattr(files, name, method)
+            mirror.push(run, f"{url}/cut{calls}")
+        assert mirror.pull(f"{url}/cut{calls}", back)
+        undone = rollbacks.read(back / "rollbacks.jsonl")
+        manifests = {int(p.stem): Manifest.read(p) for p in back.glob("checkpoints/*.json")}
+        step = max(s for s, m in manifests.items() if not rollbacks.undone(undone, s, m.records))
+        manifests[step].verify(back / "checkpoints")
+        RunDir(back).require_records(step, manifests[step].records)
+        found.append(step)
+        if left:
+            break
+    assert found == sorted(found, reverse=goes_back)
+    assert set(found) == {4, 6}
+    mirror.push(run, f"{url}/cut{calls - 20}")  # completes what was cut short
+    names = [memory.find(f"{url}/cut{n}") for n in (calls - 20, calls)]
+    assert [n.split("/cut")[1].partition("/")[2] for n in names[0]] == [
+        n.split("/cut")[1].partition("/")[2] for n in names[1]
+    ]
+    assert not [n for n in names[1] if ".records/" in n or n.endswith(".tmp")]
+
+
+def test_a_damaged_checkpoint_does_not_replace_the_copy(tmp_path, finished):
+    url, run = tmp_path / "drive", tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    newest = run / "checkpoints" / "00000006.json"
+    hidden = newest.rename(tmp_path / "hidden")
+    mirror.push(RunDir(run), str(url))
+    hidden.rename(newest)
+    name = max(Manifest.read(newest).files)
+    (run / "checkpoints" / "00000006-0" / name).write_bytes(b"damaged")
+    with pytest.raises(mirror.MirrorError, match=r"00000006-0/.* has 7 bytes instead of"):
+        mirror.push(RunDir(run), str(url))
+    (manifest,) = (url / "checkpoints").glob("*.json")
+    Manifest.read(manifest).verify(url / "checkpoints")
+
+
+def test_a_rollback_during_a_copy_leaves_the_copy_as_it_was(tmp_path, monkeypatch, finished):
+    url, run = tmp_path / "drive", tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    hidden = (run / "checkpoints" / "00000006.json").rename(tmp_path / "hidden")
+    mirror.push(RunDir(run), str(url))
+    hidden.rename(run / "checkpoints" / "00000006.json")
+    put = mirror._put
+
+    def put_as_the_run_goes_back(path, name, target):
+        if not (run / "rollbacks.jsonl").exists():
+            gone_back(run)
+        put(path, name, target)
+
+    monkeypatch.setattr(mirror, "_put", put_as_the_run_goes_back)
+    with pytest.raises(mirror.MirrorError, match="went back from checkpoint 6 while it was copied"):
+        mirror.push(RunDir(run), str(url))
+    assert [path.name for path in (url / "checkpoints").glob("*.json")] == ["00000004.json"]
+    assert not (url / "rollbacks.jsonl").exists()
+    mirror.push(RunDir(run), str(url))
+    assert (url / "rollbacks.jsonl").exists()
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path):
+    with RunDir.open(tmp_path / "run", {"seed": 0}) as run, Checkpoints(run.checkpoints) as kept:
+        for step in (99_999_999, 100_000_000):
+            kept.save(step, {"w": np.zeros(2, np.float32)}, {})
+    mirror.push(run, str(tmp_path / "drive"))
+    (manifest,) = (tmp_path / "drive" / "checkpoints").glob("*.json")
+    assert manifest.name == "100000000.json"
 
 
 def test_a_failure_that_the_run_has_left_behind_leaves_the_copy_too(tmp_path, url, finished):

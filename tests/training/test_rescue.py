@@ -157,6 +157,18 @@ def test_the_order_says_which_batch_each_step_saw(whole, text):
         assert line == ",".join(map(str, expected.tolist()))
 
 
+def test_a_run_resumed_from_it_leaves_out_the_same_batches(run, whole, text, tmp_path):
+    (rollback,) = rollbacks(whole)
+    for name, source, steps in (("first", whole, 50), ("second", tmp_path / "first", 51)):
+        fields = {"resume_from": str(source), "attention__points": {"scores": "bfloat16"}}
+        assert run(tmp_path / name, steps=steps, **fields) == EXIT_DONE
+    count = json.loads((text / "meta.json").read_text())["splits"]["train"]["tokens"]
+    lines = (tmp_path / "second" / "data_order.txt").read_text().splitlines()
+    draw = SeededOrder(42, 8, count, 32)
+    for step in (47, 48, 49, 50):
+        assert lines[step] == ",".join(map(str, draw(step + rollback["skipped"]).tolist()))
+
+
 def test_the_page_shows_what_was_abandoned(whole, tmp_path):
     page = write_run_page(RunDir(whole), lambda *_: "", tmp_path / "page.html").read_text()
     assert "rollback: the loss was not finite" in page

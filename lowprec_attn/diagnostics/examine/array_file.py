@@ -169,13 +169,13 @@ def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Raises ValueError unless the scale is finite and not 0 in float32."""
+    """Raises ValueError unless the scale is finite and not 0 in float32, nor subnormal."""
     with np.errstate(over="ignore"):
         rounded = np.float32(scale)  # scores are computed in float32
     if not np.isfinite(rounded):
         of_float32 = " in float32" if math.isfinite(scale) else ""
         raise ValueError(f"must be a finite number{of_float32}, got {scale}")
-    if rounded == 0:
+    if abs(rounded) < np.finfo(np.float32).tiny:  # XLA takes subnormal numbers for 0
         raise ValueError(f"must not be 0 in float32, where every score is 0, got {scale}")
 
 

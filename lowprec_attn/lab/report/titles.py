@@ -17,14 +17,18 @@ def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
     own name as words: `dynamic max` for `[arms.dynamic_max]`. Its overrides are in the tables.
 
     Raises:
-      RecordError: the file is not TOML.
+      RecordError: the file is not TOML, or a title is no text.
     """
     path = directory / "titles.toml"
     words = {arm.name: arm.overrides.get("name") or arm.name.replace("_", " ") for arm in arms}
     titles = {name: textwrap.fill(text, PANEL_WIDTH) for name, text in words.items()}
     if path.is_file():
         try:
-            titles |= tomllib.loads(path.read_text(encoding="utf-8"))
+            given = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RecordError(f"{path} is not TOML: {error}") from error
+        for name, title in given.items():
+            if not isinstance(title, str):
+                raise RecordError(f"{path}: {name} must be a text in quotes, got {title!r}")
+        titles |= given
     return titles

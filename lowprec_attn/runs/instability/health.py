@@ -95,7 +95,7 @@ def judge(history: History) -> Health:
         sentence = f"Not healthy: {', and '.join(broken)}; {_lead(met, noted, history)}"
     elif warnings:
         state = "warned"
-        sentence = f"Warned: the loss has not exploded in {many(history.steps, 'step')}, but "
+        sentence = f"Warned: the loss has not exploded in {many(history.own_steps, 'step')}, but "
         sentence += ", and ".join(warnings)
     elif missing := _missing(history):
         state = "unknown"
@@ -103,9 +103,10 @@ def judge(history: History) -> Health:
     else:
         so_far = "" if history.ended else " so far"
         sentence = (
-            f"Healthy{so_far}: the loss has not exploded in {many(history.steps, 'step')}, and no "
-            f"rule {'warned' if noted else 'was met'} at {many(len(history.signals), 'diagnostic')}"
-            f"{_aside(noted)}{_unmeasured(history.signals)}"
+            f"Healthy{so_far}: the loss has not exploded in {many(history.own_steps, 'step')}, and "
+            f"no rule {'warned' if noted else 'was met'} at "
+            f"{many(len(history.signals), 'diagnostic')}{_aside(noted)}"
+            f"{_unmeasured(history.signals)}"
         )
     return Health(state, f"{sentence}.", explosion, not_finite, met, noted)
 
@@ -172,8 +173,10 @@ def _in_excess(watch: LossWatch) -> list[str]:
 def _missing(history: History) -> list[str]:
     """Returns what is missing to call a run without an alarm healthy."""
     found = []
-    if history.steps < LASTING_STEPS:
-        taken = f"{many(history.steps, 'step')} {'was' if history.steps == 1 else 'were'} taken"
+    if history.own_steps < LASTING_STEPS:
+        taken = (
+            f"{many(history.own_steps, 'step')} {'was' if history.own_steps == 1 else 'were'} taken"
+        )
         found.append(f"{taken}, and an explosion shows after {LASTING_STEPS}")
     if not history.signals:
         found.append("no signals were recorded (diagnostics_every=0), so no rule could be applied")

@@ -8,9 +8,12 @@ rest, which may be interrupted and repeated:
   - It cuts off metrics, timings and data order at the checkpoint that the run starts from.
   - It gives step s the batch of step s + `skipped` in the run's order.
 
+A run that is resumed from another run leaves out the batches that the other one has left out.
+
 A checkpoint knows a rollback if its manifest's fingerprint of `rollbacks.jsonl` covers the line.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +32,8 @@ from lowprec_attn.files import (
 )
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
+
+_FILE = "rollbacks.jsonl"
 
 Reason = Literal["excess", "not finite"]
 
@@ -93,6 +98,20 @@ def skipped(rollbacks: Sequence[Rollback]) -> int:
     return sum(rollback.skipped for rollback in rollbacks)
 
 
+def undone(rollbacks: Sequence[Rollback], step: int, records: Mapping[str, Fingerprint]) -> bool:
+    """Whether a checkpoint belongs to steps that one of the rollbacks has undone.
+
+    Args:
+      rollbacks: the rollbacks of the run.
+      step: the step of the checkpoint.
+      records: the fingerprints of the run's files in the checkpoint's manifest.
+    """
+    size = records[_FILE].size if _FILE in records else 0
+    ends = itertools.accumulate(map(len, _lines(rollbacks)))
+    pairs = zip(rollbacks, ends, strict=True)
+    return any(rollback.to < step and size < end for rollback, end in pairs)
+
+
 class RollbackRecord:
     """The rollbacks recorded in a run directory.
 
@@ -110,20 +129,8 @@ class RollbackRecord:
         self.rollbacks: list[Rollback] = [Rollback(**fields) for fields in known]
 
     def abandoned(self, step: int, records: Mapping[str, Fingerprint]) -> bool:
-        """Whether a checkpoint belongs to steps that a rollback has undone.
-
-        Args:
-          step: the step of the checkpoint.
-          records: the fingerprints of the run's files in the checkpoint's manifest.
-        """
-        path = self._run_dir.rollbacks
-        size = records[path.name].size if path.name in records else 0
-        lines = _lines(self.rollbacks)
-        ends = [sum(map(len, lines[: i + 1])) for i in range(len(lines))]
-        return any(
-            rollback.to < step and size < end
-            for rollback, end in zip(self.rollbacks, ends, strict=True)
-        )
+        """Whether a checkpoint belongs to steps that a rollback has undone; see `undone`."""
+        return undone(self.rollbacks, step, records)
 
     def keep_until(self, step: int) -> None:
         """Forgets rollbacks to later steps: a run that starts at `step` repeats what led to them.

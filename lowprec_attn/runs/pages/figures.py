@@ -102,7 +102,7 @@ def by_layer(
     # Only short lines get markers: a marker takes five times the space of a point in the SVG.
     few = max(map(len, lines), default=0) <= _MARKED
     for line, color in zip(lines, shades(len(lines)), strict=True):
-        _draw(axis, line, color, log=log, marker="o" if few else None)
+        _draw(axis, line, color, log=log, marker="o" if few else None, peaks=True)
     _name_highest(axis, lines)
     if threshold is not None:
         axis.axhline(threshold, color=style.THRESHOLD, ls="--", lw=1.2)
@@ -159,14 +159,27 @@ def _draw(
     lw: float = 1.0,
     marker: str | None = None,
     ms: float = 2.0,
+    peaks: bool = False,
 ) -> None:
-    steps = [chunk[-1] for chunk in _chunks(sorted(values))]
+    """Draws a line; of the steps that share a point the last, or with `peaks` the largest in size.
+
+    With `peaks`, a value that meets a rule is thus above the threshold in the figure too.
+    """
+    steps = [
+        max(chunk, key=lambda step: _size(values[step])) if peaks else chunk[-1]
+        for chunk in _chunks(sorted(values))
+    ]
     shown = np.array([values[step] for step in steps])
     drawn = np.isfinite(shown) & ((shown > 0) | (not log))
     axis.plot(
         steps, np.where(drawn, shown, np.nan), color=color, lw=lw, marker=marker, markersize=ms
     )
     _cross(axis, values, color)
+
+
+def _size(value: float) -> float:
+    """Returns the size of a value; less than any if it is not finite, which is no point."""
+    return abs(value) if math.isfinite(value) else -1.0
 
 
 def _cross(axis: Axes, values: Values, color: str) -> None:

@@ -179,6 +179,29 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     assert loss.count(f"stroke: {style.ALARM}") == 1 + 1 + 9
 
 
+def test_what_was_abandoned_is_in_the_order_of_the_rollbacks(tmp_path):
+    run_dir = record_run(tmp_path / "run", FALLING, {})
+    back = {"to": 100, "onset": 120, "detected": 130, "skipped": 31, "reason": "excess"}
+    run_dir.rollbacks.write_text(f"{json.dumps(back)}\n" * 10)
+    run_dir.abandoned.mkdir()
+    for number in range(1, 12):  # the 11th was forgotten
+        text = json.dumps({"step": number, "loss": 8.0})
+        (run_dir.abandoned / f"{number}.jsonl").write_text(f"{text}\n")
+    assert [*map(list, History.read(run_dir).abandoned)] == [[n] for n in range(1, 11)]
+
+
+def test_a_peak_between_the_points_of_a_long_series_is_drawn(tmp_path):
+    signals = {step: layers({"score_maximum": [1.0, 1.0]}) for step in range(900)}
+    signals[301] = layers({"score_maximum": [600.0, 1.0]})
+    signals[602] = layers({"score_maximum": [math.nan, 1.0]})
+    history = History.read(record_run(tmp_path / "run", [3.0] * 900, signals))
+    rule = next(rule for rule in RULES if rule.name == "scores")
+    figure = figures.by_layer(history, rule.value, judge(history), rule.threshold)
+    line = figure.axes[0].lines[0]
+    assert len(line.get_xdata()) <= 400
+    assert (301, 600.0) in zip(line.get_xdata(), line.get_ydata(), strict=True)
+
+
 def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
     # δ was measured at the first step only, and losses go on after the last diagnostics.
     signals = {0: layers({"query_gradient_error_relative": [0.1, 0.2]}, {}), 100: layers({}, {})}
