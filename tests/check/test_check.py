@@ -201,6 +201,23 @@ def test_a_script_imports_what_the_target_names(name):
     assert call == f"    return {name}(q, k, v)"
 
 
+@pytest.mark.parametrize(
+    "function",
+    [functools.partial(attention, is_causal=True), of_object, of_object.attend, lambda q, k, v: q],
+)
+def test_a_script_of_a_function_without_a_name_is_refused(function, tmp_path):
+    target = check.of_function(function, check.Options(causal=True, framework="jax"))
+    with pytest.raises(check.TargetError, match="no script can import the function checked as"):
+        check.check(target, out=tmp_path)
+    assert check.of_function(attention, check.Options(causal=True, framework="jax")).script
+
+
+def test_a_partial_is_called_as_the_function_that_it_holds():
+    target = check.of_function(of_partial, check.Options(causal=True))
+    assert target.name == f"{__name__}:attention"
+    assert target.notes == ("called with jax arrays, since its module imports jax",)
+
+
 @pytest.mark.usefixtures("few_candidates")
 def test_assert_attention_says_what_is_wrong():
     report = assert_attention(
