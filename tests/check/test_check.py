@@ -308,6 +308,14 @@ def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys, tmp_path, 
     assert (tmp_path / "ours.py").read_text() == OURS
 
 
+@pytest.mark.parametrize("option", ["--dtype=float8", "--window=left", "--layout=BTHN", "--dtyp=a"])
+def test_an_option_that_cannot_be_read_ends_with_code_1(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "jax.nn", option])
+    assert ended.value.code == 1
+    assert "lowprec-attn check: error: " in capsys.readouterr().err
+
+
 def test_a_library_that_is_absent_says_how_to_install_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     assert main(["check", "tokamax"]) == 1
