@@ -9,10 +9,10 @@ This package is an entry point that takes functions of other libraries. It may i
               near ± 1e3. Each feature problem adds one thing: odd lengths, grouped heads, a mask,
               another scale, a window, a soft cap, sinks, a bias or a gradient of lse
   target      a function, what it can do, and the settings that all its problems share
-  targets     finds a target by name: `jax.nn`, `torch.sdpa`, `torch.flex`, this library, tokamax,
-              splash (`libraries`) or MODULE:FUNCTION (`functions`). `calls` turns each into one
-              call, which takes a problem and returns O, the gradients and lse, or into a script
-              that makes this call without this package
+  targets     finds a target by name: `jax.nn`, `torch.sdpa`, `torch.flex`, `flash_attn`, this
+              library, tokamax, splash (`libraries`) or MODULE:FUNCTION (`functions`). `calls` turns
+              each into one call, which takes a problem and returns O, the gradients and lse, or
+              into a script that makes this call without this package
   measure     the distance of results from float64 (`attention.reference`), row by row. The unit is
               the sum of the absolute values that make a row: a rounding errs by about 2⁻⁹ of it,
               a bug by about 1

@@ -1,6 +1,7 @@
 """Makes a target of the user's own function, given as an object or as MODULE:FUNCTION."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -28,12 +29,14 @@ def of_function(
       function: the function.
       options: how it is called.
       place: the module from which a script imports it, and its name there; None: what the function
-        says of itself, which is neither for a partial, a method of an object or a closure.
+        says of itself. The target has no script if the function is not found there, as a partial,
+        a method of an object or a closure is not.
 
     Raises:
       TargetError: an option is missing or wrong.
     """
-    own = getattr(function, "__module__", ""), getattr(function, "__qualname__", "fn")
+    whole = _whole(function)
+    own = getattr(whole, "__module__", ""), getattr(whole, "__qualname__", type(whole).__name__)
     module, name = place or own
     options, like_torch = _as_in_torch(function, options)
     framework, notes = _framework(function, options)
@@ -54,7 +57,7 @@ def of_function(
     return Target(
         name=f"{module}:{name}",
         call=called.caller(),
-        script=called.script,
+        script=called.script if place or _is_found(function, module, name) else None,
         can=frozenset(
             {"lengths", *({"groups"} if options.groups else ())}
             | _causality(options)
@@ -68,6 +71,26 @@ def of_function(
         tokens=options.tokens or TOKENS,
         head_size=options.head_size or HEAD_SIZE,
     )
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that a partial holds."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _is_found(function: Callable[..., Any], module: str, name: str) -> bool:
+    """Whether a script finds the function by its name in its module.
+
+    A script cannot import a module that was run as a program.
+    """
+    if module == "__main__":
+        return False
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Options, tuple[str, ...]]:
@@ -123,10 +146,11 @@ def _framework(function: Callable[..., Any], options: Options) -> tuple[str, tup
         if options.framework not in ("jax", "torch"):
             raise TargetError(f"--framework must be jax or torch, got {options.framework!r}")
         return options.framework, ()
-    unwrapped = getattr(function, "__wrapped__", function)
+    whole = _whole(function)
+    unwrapped = getattr(whole, "__wrapped__", whole)
     names = getattr(unwrapped, "__globals__", None)
     if names is None:
-        names = vars(sys.modules.get(getattr(function, "__module__", ""), object))
+        names = vars(sys.modules.get(getattr(whole, "__module__", ""), object))
     roots = {
         (
             getattr(value, "__name__", "")

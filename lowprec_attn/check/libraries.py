@@ -1,8 +1,9 @@
-"""Makes targets of library functions: JAX's, PyTorch's, tokamax's and this library's.
+"""Makes targets of library functions: JAX's, PyTorch's, FlashAttention's, tokamax's and ours.
 
 Some functions here adapt a library's function to a problem. Scripts contain their source.
 """
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -229,6 +230,29 @@ def flex_attention(
     return o, (lse.lse if has_aux else lse)
 
 
+def flash_attn(_: str, __: Options) -> Target:
+    """Targets `flash_attn_func` of FlashAttention-2."""
+    return _flash("flash_attn", "pip install flash-attn --no-build-isolation")
+
+
+def flash_attn_interface(_: str, __: Options) -> Target:
+    """Targets `flash_attn_func` of FlashAttention-3."""
+    return _flash("flash_attn_interface", "see hopper/ of github.com/Dao-AILab/flash-attention")
+
+
+def _flash(module: str, command: str) -> Target:
+    """Both align causal diagonal and window with the last row and key; lse has no gradient."""
+    keywords = {
+        "causal": "causal",
+        "scale": "softmax_scale",
+        "window": "window_size",
+        "soft_cap": "softcap",
+    }
+    function = _imported(module, command).flash_attn_func
+    target = _target(function, module, keywords, "torch", layout="BTNH")
+    return dataclasses.replace(target, alignment="end")
+
+
 def _target(
     function: Callable[..., Any],
     module: str | None,
@@ -238,11 +262,13 @@ def _target(
     notes: Iterable[str] = (),
     tokens: int = TOKENS,
     head_size: int = HEAD_SIZE,
+    layout: str | None = None,
     **options: Any,
 ) -> Target:
     """Makes a target of a function of `module`, or of this file if `module` is None.
 
-    A script imports the module, or contains the source of the function of this file.
+    A script imports the module, or contains the source of the function of this file. The layout is
+    the framework's usual one unless it is given.
     """
     name = function.__name__ if module is None else f"{module}.{function.__name__}"
     head = inspect.getsource(function).splitlines() if module is None else [f"import {module}"]
@@ -251,7 +277,7 @@ def _target(
         name=name,
         head=tuple(head),
         framework=framework,
-        layout="BTNH" if framework == "jax" else "BNTH",
+        layout=layout or ("BTNH" if framework == "jax" else "BNTH"),
         keywords=keywords,
         options={n: value for n, value in options.items() if value is not None},
     )

@@ -106,6 +106,7 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
     Raises:
       DiskError: the files cannot be written.
     """
+    assert target.script is not None  # `check` has refused a folder otherwise
     exact_found = as_given(exact(problem).found)
     names = tuple(n for n in exact_found if n != "lse" or problem.dlse is not None)
     arrays: dict[str, Any] = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}

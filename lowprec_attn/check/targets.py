@@ -9,6 +9,7 @@ from lowprec_attn.check.target import Options, Setting, Target
 
 KNOWN = (
     f"jax.nn[:xla|cudnn], torch.sdpa[:{'|'.join(libraries.BACKENDS)}], torch.flex, "
+    "flash_attn, flash_attn_interface, "
     f"lowprec_attn[:{'|'.join(attention.IMPLEMENTATIONS)}], tokamax[:IMPLEMENTATION], splash, "
     "MODULE:FUNCTION"
 )
@@ -16,6 +17,8 @@ _LIBRARIES = {
     "jax.nn": libraries.jax_nn,
     "torch.sdpa": libraries.sdpa,
     "torch.flex": libraries.flex,
+    "flash_attn": libraries.flash_attn,
+    "flash_attn_interface": libraries.flash_attn_interface,
     "lowprec_attn": libraries.own,
     "tokamax": libraries.tokamax,
     "splash": libraries.splash,
@@ -32,7 +35,8 @@ def find(name: str, options: Options | None = None) -> Target:
     """
     options = options or Options()
     library, _, choice = name.partition(":")
-    if library not in _LIBRARIES:
+    of_module = choice and library.startswith("flash_attn")  # another function of this package
+    if library not in _LIBRARIES or of_module:
         if not choice:
             raise TargetError(f"unknown target {name!r}; targets are {KNOWN}")
         return dataclasses.replace(functions.named(name, options), name=name)

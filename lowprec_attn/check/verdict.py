@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lowprec_attn.check import training
+from lowprec_attn.check.calls import TargetError
 from lowprec_attn.check.candidates import Emulation, Match
 from lowprec_attn.check.cases import Cases
 from lowprec_attn.check.dependences import Dependences
@@ -35,8 +36,13 @@ def check(
       out: folder for the smallest case of each bug and its script; None: none is written.
 
     Raises:
-      TargetError: the target cannot be called at all.
+      TargetError: the target cannot be called at all, or a script for `out` cannot import it.
     """
+    if out is not None and target.script is None:
+        raise TargetError(
+            f"no script can import the function checked as {target.name}: for out={str(out)!r} "
+            "give it a name at the top of a module and pass that, or leave out `out`"
+        )
     trials = Trials(target, dtype, seed)
     emulation = Emulation([trial.problem for trial in trials.core], dtype)
     limits = Limits(emulation, trials.core)

@@ -111,10 +111,14 @@ def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that escapes control characters in its errors, which quote the user's words."""
+    """A parser whose errors end with exit code 1, as those of the commands do.
+
+    It escapes control characters in its errors, which quote the user's words.
+    """
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {printable(message)}\n")
 
 
 def _run(arguments: list[str], debug: bool) -> int:

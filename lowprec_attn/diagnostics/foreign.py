@@ -174,7 +174,8 @@ def _tapped(
 
     # Flax casts q, k and v to the dtype of O within its function, so these are what it computes on.
     arrays = {which: rows_first(of(which)).astype(out.dtype) for which in "qkv"}
-    arrays |= {name: _kept(x) for name in _KEPT if (x := kept(name)) is not None}
+    batch = jnp.shape(of("q"))[:-3]
+    arrays |= {name: _kept(x, batch) for name in _KEPT if (x := kept(name)) is not None}
     ignored = [name for name in given if _is_other(name, given, signature)]
     scale = of("scale")
     if isinstance(scale, jax.core.Tracer):
@@ -201,12 +202,20 @@ def _tapped(
     return (o.swapaxes(1, 2) if layout == "BNTH" else o).reshape(out.shape)
 
 
-def _kept(x: Any) -> jax.Array:
-    """Returns a mask, a bias or lengths; an array with a query and a key axis gets four axes."""
+def _kept(x: Any, batch: tuple[int, ...]) -> jax.Array:
+    """Returns a mask, a bias or lengths; an array with a query and a key axis gets four axes.
+
+    Args:
+      x: the array.
+      batch: the axes of q before [T, N, H]. Where there are several, they become one, as q's do, so
+        those of the array are broadcast to them before.
+    """
     x = jnp.asarray(x)
     if x.ndim < 2:
         return x
-    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+    x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
+    whole = (*batch, *x.shape[-3:]) if len(batch) > 1 else x.shape
+    return jnp.broadcast_to(x, whole).reshape(-1, *x.shape[-3:])
 
 
 def _is_other(name: str, given: Mapping[str, Any], signature: inspect.Signature) -> bool:

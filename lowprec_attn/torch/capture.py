@@ -12,13 +12,14 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.parallel import parallel_apply
 from torch.overrides import TorchFunctionMode
 
 from lowprec_attn.diagnostics import Capture, CaptureError
@@ -27,6 +28,7 @@ from lowprec_attn.torch import bridge, calls
 from lowprec_attn.torch.products import PRODUCTS, Product, has_memory, input_of
 
 _SDPA = functional.scaled_dot_product_attention
+_PARALLEL = parallel_apply  # what a DataParallel runs its replicas by
 _FLASH = ("flash_attn", "flash_attn_interface")
 # These functions are not read: their sequences have no batch axis, or are packed in another way.
 _OTHER_FLASH = ("qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpacked_func",
@@ -44,7 +46,8 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
 
     Compiled functions run eagerly within the block, so FlexAttention computes all scores at once. A
     call that a checkpoint repeats is captured once. Under FSDP, each process captures its own
-    calls.
+    calls. The replicas of a DataParallel each have a part of the batch: a layer's are `layer_00`,
+    `layer_00.1`, ….
 
     The layers have the form of those of `diagnostics.capture`, in the order of the forward pass.
     Besides q, k, v, do, is_causal, scale and window, a layer may hold:
@@ -79,7 +82,10 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
 
 
 def first_pass() -> contextlib.AbstractContextManager[Capture]:
-    """Captures as `capture` does, but ignores forward passes after the first backward pass."""
+    """Captures as `capture` does, but only one forward and backward pass.
+
+    It ignores forward passes after the first backward pass, and further replicas of a DataParallel.
+    """
     return _captured(_Capturing(1, first_pass_only=True))
 
 
@@ -91,7 +97,8 @@ def _captured(mode: "_Capturing") -> Iterator[Capture]:
     attend = functools.partial(mode.attend, calls.sdpa, _SDPA)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for function, replacement in ((_SDPA, attend), *_flash_attention(mode)):
+        others = (_PARALLEL, mode.parallel_apply), *_flash_attention(mode)
+        for function, replacement in ((_SDPA, attend), *others):
             stack.enter_context(replaced(function, replacement, keeps=__name__))
         bridge.capturing.append(
             lambda cap, *call: mode.attend(functools.partial(calls.sdpa, soft_cap=cap), *call)
@@ -105,8 +112,7 @@ def _captured(mode: "_Capturing") -> Iterator[Capture]:
             "flash_attn_func ran in the block; run the forward and the backward pass there, and "
             'choose such an attention (Hugging Face: attn_implementation="sdpa")'
         )
-    for i, values in enumerate(mode.calls):
-        taken.layers[f"layer_{i:02d}"] = values
+    taken.layers.update(mode.named())
 
 
 class _Capturing(TorchFunctionMode):
@@ -123,6 +129,8 @@ class _Capturing(TorchFunctionMode):
         self._has_do = False
         self._adding = threading.Lock()  # the threads of a DataParallel share the calls
         self._differentiated: list[bool] = []  # one value per call
+        self._places: list[tuple[int, int]] = []  # the layer and the replica of each call
+        self._layers = collections.Counter[int]()  # the calls so far of each replica
         self._inside = threading.local()
         # q's product comes shortly before the call. Keeping more products would hold their memory.
         self._products: collections.deque[Product] = collections.deque(maxlen=8)
@@ -165,6 +173,32 @@ class _Capturing(TorchFunctionMode):
         self._keep(call, out[0] if isinstance(out, tuple) else out)
         return out
 
+    def parallel_apply(self, modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the replicas of a DataParallel; each counts its own layers."""
+        for replica in range(1, len(modules)):
+            self._layers[replica] = max(self._layers[replica], self._layers[0])
+        run = [functools.partial(self._run, i, module) for i, module in enumerate(modules)]
+        return _PARALLEL(run, *args, **kwargs)
+
+    def _run(self, replica: int, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._inside.replica = self._replica, replica
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self._inside.replica = before
+
+    @property
+    def _replica(self) -> int:
+        """The replica that the thread runs; 0 outside of a DataParallel."""
+        return getattr(self._inside, "replica", 0)
+
+    def named(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the name and the values of every call, those of the replicas layer by layer."""
+        for i in sorted(range(len(self.calls)), key=self._places.__getitem__):
+            layer, replica = self._places[i]
+            if not (replica and self._first_pass_only):
+                yield f"layer_{layer:02d}{f'.{replica}' if replica else ''}", self.calls[i]
+
     def _keep(self, call: calls.Call, out: Tensor) -> None:
         # Autocast rounds q, k and v to the dtype of O within attention.
         arrays = {"q": call.q, "k": call.k, "v": call.v}
@@ -183,6 +217,8 @@ class _Capturing(TorchFunctionMode):
                 place = len(self.calls)
                 self.calls.append(values)
                 self._differentiated.append(False)
+                self._places.append((self._layers[self._replica], self._replica))
+                self._layers[self._replica] += 1
         if place is None or not out.requires_grad:
             return
         self._differentiated[place] = True

@@ -201,6 +201,23 @@ def test_a_script_imports_what_the_target_names(name):
     assert call == f"    return {name}(q, k, v)"
 
 
+@pytest.mark.parametrize(
+    "function",
+    [functools.partial(attention, is_causal=True), of_object, of_object.attend, lambda q, k, v: q],
+)
+def test_a_script_of_a_function_without_a_name_is_refused(function, tmp_path):
+    target = check.of_function(function, check.Options(causal=True, framework="jax"))
+    with pytest.raises(check.TargetError, match="no script can import the function checked as"):
+        check.check(target, out=tmp_path)
+    assert check.of_function(attention, check.Options(causal=True, framework="jax")).script
+
+
+def test_a_partial_is_called_as_the_function_that_it_holds():
+    target = check.of_function(of_partial, check.Options(causal=True))
+    assert target.name == f"{__name__}:attention"
+    assert target.notes == ("called with jax arrays, since its module imports jax",)
+
+
 @pytest.mark.usefixtures("few_candidates")
 def test_assert_attention_says_what_is_wrong():
     report = assert_attention(
@@ -289,6 +306,14 @@ def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys, tmp_path, 
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ") and says in line
     assert (tmp_path / "ours.py").read_text() == OURS
+
+
+@pytest.mark.parametrize("option", ["--dtype=float8", "--window=left", "--layout=BTHN", "--dtyp=a"])
+def test_an_option_that_cannot_be_read_ends_with_code_1(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "jax.nn", option])
+    assert ended.value.code == 1
+    assert "lowprec-attn check: error: " in capsys.readouterr().err
 
 
 def test_a_library_that_is_absent_says_how_to_install_it(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 
 import pytest
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.attention import flex_attention  # noqa: E402
 
 from lowprec_attn import check  # noqa: E402
-from lowprec_attn.check import libraries  # noqa: E402
+from lowprec_attn.check import libraries, problems  # noqa: E402
 from lowprec_attn.commands.main import main  # noqa: E402
 
 SMALL = {"tokens": 64, "head_size": 16}
@@ -116,6 +117,50 @@ def test_flex_attention_has_no_bug(monkeypatch):
     assert report.bugs == () and report.refused == {}
     assert set(report.not_tried) == {"attention sinks", "gradient of lse, sinks"}
     assert {"local window", "soft cap", "additive bias", "gradient of lse"} <= set(report.errors)
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False,
+                    window_size=(-1, -1), softcap=0.0):  # fmt: skip
+    """A stand-in for FlashAttention's function: rows first, aligned with the last row and key."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = torch.einsum("btnh,bsnh->bnts", q.float(), k.float()) * softmax_scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    rows, keys = s.shape[-2:]
+    distance = torch.arange(keys) - (torch.arange(rows)[:, None] + keys - rows)
+    left, right = (keys if side < 0 else side for side in window_size)
+    seen = (distance >= -left) & (distance <= (0 if causal else right))
+    p = torch.softmax(s.masked_fill(~seen, -1e30), -1).where(seen, 0)
+    return torch.einsum("bnts,bsnh->btnh", p, v.float()).to(q.dtype)
+
+
+@pytest.fixture(params=["flash_attn", "flash_attn_interface"])
+def flash(request, monkeypatch):
+    """The name of a module with the stand-in."""
+    module = types.ModuleType(request.param)
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return request.param
+
+
+def test_flash_attn_is_called_by_its_own_names(flash, monkeypatch, capsys):
+    target = check.find(flash, check.Options(**SMALL))
+    script = "\n".join(target.script(problems.features("bfloat16", causal=True)[0]))
+    assert f"import {flash}\n" in script and f"{flash}.flash_attn_func(q, k, v, causal=" in script
+    # Its other functions are checked as anybody's.
+    given = check.Options(causal=True, framework="torch")
+    assert check.find(f"{flash}:flash_attn_func", given).name == f"{flash}:flash_attn_func"
+    monkeypatch.setitem(sys.modules, flash, None)
+    assert main(["check", flash]) == 1
+    assert f"{flash} is not installed: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_candidates")
+@pytest.mark.parametrize("flash", ["flash_attn"], indirect=True)
+def test_flash_attn_has_no_bug(flash):
+    report = check.check(check.find(flash, check.Options(**SMALL)))
+    assert report.bugs == () and report.refused == {}
+    assert report.arithmetic.name == "exact"
+    assert {"fewer queries", "fewer keys", "local window", "soft cap"} <= set(report.errors)
 
 
 def test_flex_attention_is_compiled_for_every_problem(monkeypatch):

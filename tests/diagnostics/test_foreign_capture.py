@@ -176,6 +176,17 @@ def test_models_of_flax_with_their_own_attention(make, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("kept", [slice(None), (0,), (slice(None), slice(1)), (slice(1),)])
+def test_a_mask_is_broadcast_over_several_axes_of_the_batch(kept):
+    """q is [3, 2, T, N, H] and the mask [3, 2, …], [2, …], [3, 1, …] or [1, 2, …]."""
+    q = jnp.stack([Q, Q + 1, Q + 2])
+    mask = (np.arange(T) >= np.arange(6)[:, None]).reshape(3, 2, 1, 1, T)[kept]
+    with capture(None) as taken:
+        jax.grad(lambda q: jnp.sum(nn.dot_product_attention(q, q, q, mask=jnp.asarray(mask))))(q)
+    expected = np.broadcast_to(mask, (3, 2, 1, 1, T)).reshape(6, 1, 1, T)
+    np.testing.assert_array_equal(taken.layers["layer_00"]["mask"], expected)
+
+
 def test_dropout_of_linen_is_named_and_that_of_nnx_refused():
     params, apply = of_linen(dropout=0.5)
     with capture() as taken:

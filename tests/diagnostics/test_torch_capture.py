@@ -1,5 +1,7 @@
 """`lowprec_attn.torch.capture` on modules of every kind, against the arrays that they keep."""
 
+import contextlib
+import functools
 import sys
 import threading
 import types
@@ -19,6 +21,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from lowprec_attn.torch import capture  # noqa: E402
+from lowprec_attn.torch.capture import first_pass  # noqa: E402
 
 B, T, WIDTH, HEADS, KV_HEADS = 2, 12, 32, 4, 2
 SIZE = WIDTH // HEADS
@@ -210,6 +213,39 @@ def test_calls_of_threads_keep_their_own_do(monkeypatch):
     assert sorted(one["q"].max() for one in taken.layers.values()) == [1, 2]
     for one in taken.layers.values():
         assert one["do"].max() == one["q"].max()
+
+
+@pytest.mark.parametrize("block", [capture, first_pass])
+def test_replicas_of_a_data_parallel_are_no_further_layers(block, monkeypatch):
+    """Replicas run in threads on several devices; here the CPU stands for all of them."""
+    of_cpu = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_: torch.device("cpu"),
+        "current_stream": lambda _: contextlib.nullcontext(),
+        "device_index": lambda _: contextlib.nullcontext(),
+    }
+    for name, value in of_cpu.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    replicas = [model({}, {"grouped": True}) for _ in range(3)]
+    parts = [((i + 1) * inputs(),) for i in range(3)]
+
+    def repeated(x, of):
+        return checkpoint(of, x, use_reentrant=False)
+
+    with block() as taken:
+        calls = [functools.partial(repeated, of=replica) for replica in replicas]
+        found = torch.nn.parallel.parallel_apply(calls, parts)
+        sum(y.square().mean() for y in found).backward()
+    layers = ["layer_00", "layer_01"]
+    assert list(taken.layers) == (
+        layers if block is first_pass else [x + of for x in layers for of in ("", ".1", ".2")]
+    )
+    plain = model({}, {"grouped": True})
+    for (x,) in parts:
+        (plain(x).square().mean()).backward()
+    for name, one in taken.layers.items():
+        layer, _, replica = name.partition(".")
+        agree(one, plain[int(layer[-1])].seen[int(replica or 0)], 1)
 
 
 def test_a_q_that_was_written_into_has_no_input():

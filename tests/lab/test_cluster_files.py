@@ -1,7 +1,7 @@
 """The SkyPilot files: their keys, variables and extras.
 
-The tests lack `sky.Task.from_yaml`, so the keys that it accepts are listed here, as far as the
-files may use them.
+`.ci/run sky` loads the files by `sky.Task.from_yaml`. The tests lack SkyPilot, so the keys that it
+accepts are listed here, as far as the files may use them.
 """
 
 import shlex
