@@ -151,6 +151,10 @@ CASES = {
     "a scale of 0": (of("--scale", "0"), "--scale must not be 0 in float32"),
     "a scale of 1e300": (of("--scale", "1e300"), "--scale must be a finite number in float32, got"),
     "a scale of 1e-300": (of("--scale", "1e-300"), "--scale must not be 0 in float32"),
+    "float64 beyond float32": (
+        of(q=np.full((1, 32, 2, 8), 1e39)),
+        r"q holds 1e\+39 at \[0, 0, 0, 0\], which float32 cannot hold",
+    ),
     "causal by NaN": (of(is_causal=NAN), "is_causal must be true or false, got nan"),
     "fp8 in safetensors": (
         lambda: ["diagnose", text("a.safetensors", header_of("F8_E4M3", [1, 8, 1, 8], 64))],
