@@ -177,6 +177,10 @@ CASES = {
     ),
     "HTML to a device": (of("--html", "/dev/null"), "/dev/null: a device, pipe or socket stands"),
     "JSON and HTML to one file": (of("--json", "b", "--html", "b"), "both name b; give two files"),
+    "JSON and HTML to one file by two paths": (
+        lambda: [os.mkdir("x"), "diagnose", npz(), "--json", "b", "--html", "x/../b"][1:],
+        "both name b; give two files",
+    ),
     "JSON over the text": (
         lambda: [*hugging_face(), "--json", "text.txt"],
         "the same command reads text.txt",

@@ -380,7 +380,7 @@ def _as_floats(where: str, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _as_float32(where: str, name: str, array: np.ndarray) -> np.ndarray:
-    """Converts float64; refuses what overflows, because it would look like an infinity of theirs."""
+    """Converts float64; refuses what overflows, because it would look like their infinity."""
     with np.errstate(over="ignore"):
         converted = array.astype(np.float32)
     overflows = np.isinf(converted) & np.isfinite(array)
