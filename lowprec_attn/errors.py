@@ -6,6 +6,7 @@ bug in the program, and is shown with its traceback.
 
 import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -42,6 +43,14 @@ def lacks_its_platform(error: BaseException) -> bool:
     except (RuntimeError, AssertionError):
         return True
     return False
+
+
+def missing_platform(reason: str) -> str:
+    """Returns a message about the platform in JAX_PLATFORMS, with JAX's reason if it has one."""
+    return (
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} names a platform that is not "
+        f"here{f' ({reason})' if reason else ''}; unset it, or set it to cpu"
+    )
 
 
 @contextlib.contextmanager

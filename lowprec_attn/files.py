@@ -85,6 +85,11 @@ def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
             )
 
 
+def same_file(path: Path, other: Path) -> bool:
+    """Whether two paths name one file, which need not exist yet."""
+    return path.resolve() == other.resolve()
+
+
 def _require_file_or_nothing(path: Path) -> None:
     """Raises an OSError if the path exists and is not a regular file."""
     try:

@@ -101,9 +101,10 @@ class Grid:
         return _pad(x, -2, self.kv_blocks * self.block_kv)
 
     def _pad_pairs(self, x: Array) -> Array:
-        if x.shape[-2] > 1:
+        # A symbolic length cannot be ordered, but it differs from 1.
+        if x.shape[-2] != 1:
             x = self.pad_rows(x)
-        return _pad(x, -1, self.kv_blocks * self.block_kv) if x.shape[-1] > 1 else x
+        return _pad(x, -1, self.kv_blocks * self.block_kv) if x.shape[-1] != 1 else x
 
     def query_rows(self, x: Array, i: Index) -> Array:
         """Returns query tile i of padded rows."""
@@ -133,9 +134,9 @@ class Grid:
     ) -> tuple[list[Array | int], list[int]]:
         starts: list[Array | int] = [0] * len(shape)
         sizes = list(shape)
-        if shape[-2] > 1:
+        if shape[-2] != 1:
             starts[-2], sizes[-2] = i * self.block_q, self.block_q
-        if shape[-1] > 1:
+        if shape[-1] != 1:
             starts[-1], sizes[-1] = j * self.block_kv, self.block_kv
         return [jnp.asarray(s, jnp.int32) for s in starts], sizes
 

@@ -3,7 +3,8 @@
 A product with 0 does not hide NaN or infinity. The plain implementations drop hidden pairs one by
 one (`products.seen_dot`). A kernel instead receives arrays with zeros in the queries that see no
 key and in the keys that no query sees. A key that some row of its head sees stays as it is for all
-rows.
+rows. Where rows share a scale, an infinity in one of them would set the scale of the others, so the
+plain implementations receive arrays with zeros in place of hidden infinities.
 """
 
 from typing import NamedTuple
@@ -25,16 +26,22 @@ class Seen(NamedTuple):
     rows: Array
     keys: Array
 
-    def clean(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    def clean(self, arrays: tuple[Array, ...], *, keep_finite: bool = False) -> tuple[Array, ...]:
         """Returns the arrays with zeros in rows that see no key and keys that no row sees.
 
-        The arrays are q, k and v, or one array that packs them.
+        Args:
+          arrays: q, k and v, or one array that packs them.
+          keep_finite: whether only NaN and infinities are replaced.
         """
         sides: tuple[Array, ...] = (self.rows, self.keys, self.keys)
         if len(arrays) == 1:
             sides = (jnp.stack(jnp.broadcast_arrays(*sides), axis=2),)
         return tuple(
-            jnp.where(side[..., None], x, jnp.zeros_like(x))
+            jnp.where(
+                side[..., None] | jnp.isfinite(x) if keep_finite else side[..., None],
+                x,
+                jnp.zeros_like(x),
+            )
             for side, x in zip(sides, arrays, strict=True)
         )
 
@@ -58,8 +65,9 @@ def seen_by_any(
         segments or a window nothing else needs to be hidden then.
     """
     rows, keys = q.shape[1], k.shape[1]
-    assert extras.query_offset is None  # the kernels decline it
     has_lengths = extras.query_lengths is not None or extras.key_lengths is not None
+    if extras.query_offset is not None:
+        return _in_pairs(extras, spec, q, k)
     if extras.mask is not None or extras.query_segments is not None:
         if extras.mask is None and not has_lengths and spec.shares_segments:
             return None  # a row sees the key with its own index, which no window hides
@@ -98,7 +106,7 @@ def _in_pairs(extras: Extras, spec: Spec, q: Array, k: Array) -> Seen:
     mask = None if extras.mask is None else extras.mask[:, None]
     mask = visibility.unhidden(mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
-    assert seen is not None  # there is a mask
+    assert seen is not None  # there is a mask, or positions that matter
     seen = seen[:, 0]  # [B|1, N|1, T|1, S|1]
     sees = jnp.broadcast_to(jnp.any(seen, axis=3), (*seen.shape[:2], rows))
     by_head = jnp.broadcast_to(jnp.any(seen, axis=2), (*seen.shape[:2], keys))

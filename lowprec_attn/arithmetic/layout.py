@@ -77,5 +77,6 @@ def ungroup(o: Array, *of_rows: Array) -> tuple[Array, ...]:
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     """Sums over the axes along which an array of `shape` was broadcast to x."""
-    axes = tuple(i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if b == 1 and a > 1)
+    lengths = enumerate(zip(x.shape, shape, strict=True))
+    axes = tuple(i for i, (a, b) in lengths if b == 1 and a != 1)
     return jnp.sum(x, axis=axes, keepdims=True)

@@ -14,7 +14,7 @@ from lowprec_attn.arithmetic.layout import Grouped
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.numerics import Point
+from lowprec_attn.numerics import Numerics, Point
 
 # The axes of q, k, v and dO over which products sum.
 _ROWS, _FEATURES = -2, -1
@@ -57,6 +57,12 @@ class BackwardOperands(NamedTuple):
         self, change: Callable[[Array], Array], names: tuple[str, ...]
     ) -> "BackwardOperands":
         return self._replace(**{name: change(getattr(self, name)) for name in names})
+
+
+def share_scales(numerics: Numerics) -> bool:
+    """Whether several rows of q, k, v or dO share a scale."""
+    points = (numerics.query, numerics.key, numerics.value, numerics.do)
+    return any(of.scaling is not None and of.scaling.kind != "x" for of in points)
 
 
 def read(x: Array, point: Point, spec: Spec, extras: Extras, *, axis: int = _FEATURES) -> Array:

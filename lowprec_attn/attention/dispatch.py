@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.hidden import seen_by_any
+from lowprec_attn.arithmetic.operands import share_scales
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
 from lowprec_attn.arithmetic.transforms import vary_alike
@@ -263,15 +264,13 @@ def _attend(
         q, k, _ = planes(*arrays)
         ends_at_lengths = module is gpu and extras.sinks is None
         seen = seen_by_any(extras, spec, q, k, ends_at_lengths=ends_at_lengths)
+    elif share_scales(spec.numerics):
+        return _attend_in_scales(module, spec, arrays, extras)
     if seen is not None:
         arrays = seen.clean(arrays)
         if extras.sinks is not None:  # the kernel and the rows without keys add up their gradients
             extras = extras._replace(sinks=extras.sinks.astype(jnp.float32))
-    if len(arrays) == 1 and hasattr(module, "packed_attention"):
-        o, lse, *of_rows = module.packed_attention(*arrays, extras, spec)
-    else:
-        o, lse, *of_rows = module.attention(*planes(*arrays), extras, spec)
-    max_logit = [jnp.max(lax.stop_gradient(x), axis=1) for x in of_rows]
+    o, lse, *max_logit = _results(module, spec, arrays, extras)
     if seen is None:
         return o, lse, *max_logit
     o, lse = seen.without_gradients(o, lse)
@@ -279,6 +278,29 @@ def _attend(
         of_kernel = seen.rows | (extras.sinks == -jnp.inf)[None, None]
         lse = jnp.where(of_kernel, lse, _lse_without_keys(extras, lse))
     return o, lse, *max_logit
+
+
+def _results(
+    module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
+) -> tuple[Array, ...]:
+    """Returns the results of an implementation, with the largest score of every head."""
+    if len(arrays) == 1 and hasattr(module, "packed_attention"):
+        o, lse, *of_rows = module.packed_attention(*arrays, extras, spec)
+    else:
+        o, lse, *of_rows = module.attention(*planes(*arrays), extras, spec)
+    return o, lse, *(jnp.max(lax.stop_gradient(x), axis=1) for x in of_rows)
+
+
+def _attend_in_scales(
+    module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
+) -> tuple[Array, ...]:
+    """Runs `tiled` or `dense` where rows share a scale, which no hidden infinity may set."""
+    q, k, _ = planes(*arrays)
+    seen = seen_by_any(extras, spec, q, k, ends_at_lengths=False)
+    if seen is None:
+        return _results(module, spec, arrays, extras)
+    o, *others = _results(module, spec, seen.clean(arrays, keep_finite=True), extras)
+    return jnp.where(seen.rows[..., None], o, lax.stop_gradient(o)), *others
 
 
 def _lse_without_keys(extras: Extras, lse: Array) -> Array:

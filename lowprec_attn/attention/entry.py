@@ -129,7 +129,9 @@ def dot_product_attention(
         lowered.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`. They never change
         what is rounded where.
-      return_residual: whether to return lse = log rowsum exp(scores) as well, float32 [B, T, N].
+      return_residual: whether to return lse = log rowsum exp(scores) as well, float32 [B, T, N]. As
+        one float32 number it loses log l at scores near ± 1e6: exp(scores − lse) then sums to any
+        value up to the number of keys. `Numerics.statistics` says which presets read it.
       return_max_logit: whether to return the largest score of every head as well, float32 [B, N].
         It is signed, and taken after scale, soft cap, bias and mask but before the sinks, as Kimi
         K2's QK-clip needs it. It is −inf if no row of the head sees a key. It has no gradient. If

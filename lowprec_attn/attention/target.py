@@ -31,7 +31,8 @@ def compiled_for(device: str) -> Iterator[None]:
     Without this context, a host without a GPU does not know which kind of GPU will run a program
     for CUDA. It then chooses `gpu`, which runs on every GPU of compute capability 8.0 or higher,
     even where `hopper` would be faster. If the kernels have not been compiled for the named kind,
-    which may be a newer one, `gpu` is chosen as well, and a warning is logged.
+    which may be a newer one, `gpu` is chosen as well, and a warning is logged. JAX compiles only
+    for kinds that it knows; it raises RuntimeError for others.
 
     Args:
       device: JAX's name of the device kind, or the beginning of that name, with or without the
@@ -44,8 +45,12 @@ def compiled_for(device: str) -> Iterator[None]:
         instead.
 
     Example:
+      # JAX exports kernels only if asked not to check how long their format stays readable.
+      kernels = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+      unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in kernels]
       with attention.compiled_for("NVIDIA H100"):
-          exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(q, k, v)
+          export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=unchecked)
+          exported = export(q, k, v)
     """
     kind = _kind(device)
     if not jax.sharding.get_abstract_mesh().empty:

@@ -12,7 +12,7 @@ from typing import Any
 from lowprec_attn.check.calls import Function, TargetError
 from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Setting, Target
-from lowprec_attn.errors import printable
+from lowprec_attn.errors import lacks_its_platform, printable
 
 # The settings that a function may take by a keyword.
 _TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
@@ -187,6 +187,8 @@ def named(name: str, options: Options) -> Target:
             "where it is"
         ) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises
+        if lacks_its_platform(error):
+            raise
         raise TargetError(f"cannot import {module_name}: {first_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())

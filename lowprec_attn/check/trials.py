@@ -13,6 +13,7 @@ from lowprec_attn.check.functions import first_line
 from lowprec_attn.check.measure import RESULTS, WORDS, Exact, Found, exact, row_errors
 from lowprec_attn.check.problems import DTYPES, Problem
 from lowprec_attn.check.target import Target, aligned
+from lowprec_attn.errors import lacks_its_platform
 
 
 @dataclasses.dataclass
@@ -81,6 +82,8 @@ class Trials:
         try:
             found = self.target.call(problem)
         except (Exception, SystemExit) as error:  # a library may raise anything
+            if lacks_its_platform(error):  # no fault of the library
+                raise
             return Trial(problem, of, None, {}, first_line(error))
         for name in RESULTS:
             if found[name].shape != of.found[name].shape:

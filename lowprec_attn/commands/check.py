@@ -15,7 +15,7 @@ from pathlib import Path
 from lowprec_attn import check
 from lowprec_attn.check.problems import DTYPES
 from lowprec_attn.check.targets import KNOWN
-from lowprec_attn.files import require_output, writing
+from lowprec_attn.files import require_output, same_file, writing
 
 EXIT_CODES = {"right": 0, "risk": 3, "bug": 4}
 
@@ -131,7 +131,7 @@ def _require_outputs(args: argparse.Namespace) -> None:
             raise check.TargetError(f"{option} {path}: there is no directory {path.parent}")
         if path is not None:
             require_output(path, reads)
-    if args.json is not None and args.json == args.html:
+    if args.json is not None and args.html is not None and same_file(args.json, args.html):
         raise check.TargetError(f"--json and --html both name {args.json}; give two files")
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import require_output, write_json, writing
+from lowprec_attn.files import require_output, same_file, write_json, writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -258,14 +258,29 @@ def _check_options(args: argparse.Namespace) -> None:
         raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
-    reads = [*args.source, *([args.text] if args.text else [])]
+    reads = _reads(args)
     for option, path in (("--json", args.json), ("--html", args.html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise DiagnoseError(f"{option} {path}: there is no directory {path.parent}")
         if path is not None:
             require_output(path, reads)
-    if args.json is not None and args.json == args.html:
+    if args.json is not None and args.html is not None and same_file(args.json, args.html):
         raise DiagnoseError(f"--json and --html both name {args.json}; give two files")
+
+
+def _reads(args: argparse.Namespace) -> list[Path]:
+    """Returns the files and directories that the command reads, if it writes files."""
+    if args.json is None and args.html is None:
+        return []
+    reads = [*args.source]
+    if args.text is not None:
+        reads += [args.text, args.text.with_name("meta.json")]
+    for path in args.source:
+        if path.is_dir():
+            from lowprec_attn.diagnostics.examine import folder_layers, run_layers  # as in `_load`
+
+            reads += [] if folder_layers.is_one(path) else run_layers.text_of(path)
+    return reads
 
 
 def _wrapped(lines: Sequence[str]) -> str:

@@ -13,7 +13,13 @@ from typing import NoReturn
 
 from lowprec_attn import __version__, installation
 from lowprec_attn.commands.output import surviving
-from lowprec_attn.errors import EXIT_INTERRUPTED, UserError, lacks_its_platform, printable
+from lowprec_attn.errors import (
+    EXIT_INTERRUPTED,
+    UserError,
+    lacks_its_platform,
+    missing_platform,
+    printable,
+)
 
 EXIT_BAD_INPUT = 1
 
@@ -184,10 +190,7 @@ def _told(error: Exception) -> str | None:
         return f"{error.strerror}; mend that and repeat the command" if is_machine else None
     line = next(iter(str(error).splitlines()), "")
     if lacks_its_platform(error):
-        return (
-            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} names a platform that is not "
-            f"here{f' ({line})' if line else ''}; unset it, or set it to cpu"
-        )
+        return missing_platform(line)
     if line.startswith("RESOURCE_EXHAUSTED"):
         return f"the device's memory does not suffice ({line}); give less"
     return None

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="UTF-8 text, each file a document; may be gzip",
+        help="UTF-8 text, each file a document; may be gzip or zstd",
     )
     source.add_argument(
         "--dataset",

@@ -16,10 +16,10 @@ _PIECE = 1 << 16  # approximate number of characters that are tokenized at a tim
 _FINER = 8  # times more pieces than requested, because the lengths of files and lines vary
 _HEAD = 1 << 16  # bytes at the start of a file that tell its kind
 _GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
 # Formats that users have tried, by the first bytes of their files.
 _REFUSED = {
     b"PAR1": "Parquet: give it by --dataset parquet --data-files FILE",
-    b"\x28\xb5\x2f\xfd": "zstd: unpack it",
     b"BZh": "bzip2: unpack it",
     b"\xfd7zXZ\0": "xz: unpack it",
     b"PK\x03\x04": "a zip archive: unpack it",
@@ -58,7 +58,8 @@ def text_files(paths: Sequence[Path], least_pieces: float = 1) -> Documents:
     fits in memory.
 
     Args:
-      paths: files of UTF-8 text, with or without a byte-order mark, plain or gzipped.
+      paths: files of UTF-8 text, with or without a byte-order mark, plain or packed by gzip or
+        zstd.
       least_pieces: number of pieces wanted. Fewer files are cut into shorter pieces to reach this
         number, which works if lines are short enough.
 
@@ -113,9 +114,12 @@ class _TextFile:
         """Opens the raw file and its unpacked content; errors of reading become a `DataError`."""
         try:
             with self.path.open("rb") as raw:
-                is_gzip = raw.read(len(_GZIP)) == _GZIP
+                head = raw.read(len(_ZSTD))
                 raw.seek(0)
-                yield raw, gzip.GzipFile(fileobj=raw) if is_gzip else raw
+                if head.startswith(_GZIP):
+                    yield raw, gzip.GzipFile(fileobj=raw)
+                else:
+                    yield raw, self._of_zstd(raw) if head == _ZSTD else raw
         except UnicodeDecodeError as error:
             raise DataError(
                 f"text file {self.path} is not UTF-8 (byte {error.object[error.start]:#04x}): "
@@ -128,6 +132,17 @@ class _TextFile:
         except OSError as error:
             reason = error.strerror or error
             raise DataError(f"cannot read text file {self.path}: {reason}") from error
+
+    def _of_zstd(self, raw: IO[bytes]) -> Any:
+        # zstandard's own reader would end at a cut without an error.
+        try:
+            import pyarrow
+        except ModuleNotFoundError as err:
+            raise DataError(
+                f"text file {self.path} is zstd, which needs pyarrow: "
+                f"{installation.command('data')}; or unpack it"
+            ) from err
+        return pyarrow.CompressedInputStream(raw, "zstd")
 
 
 def _require_text(path: Path, head: bytes) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lowprec_attn.errors import RunError
+from lowprec_attn.errors import RunError, missing_platform
 
 _POLL_SECONDS = 0.1
 
@@ -191,6 +191,8 @@ def _visible_gpus() -> list[str]:
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
         reason = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+        if os.environ.get("JAX_PLATFORMS"):
+            raise RunError(missing_platform(reason))
         raise RunError(f"JAX cannot list the devices: {reason}")
     count = int(asked.stdout.split()[-1])
     names = os.environ.get("CUDA_VISIBLE_DEVICES")

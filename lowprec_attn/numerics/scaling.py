@@ -17,7 +17,8 @@ the largest |x| among the numbers that share a scale. The scales are:
               (NVIDIA's NVFP4, here for any format)
 
 A scaled value beyond max, even infinity, is rounded to ± max, as cvt.satfinite does. NaN stays NaN
-and does not enter amax. Where amax is 0 or infinite the scale is 1.
+and does not enter amax. Where amax is 0 or infinite the scale is 1. Infinities in keys that
+no query sees, and in the q and dO of rows that see no key, do not enter amax either.
 """
 
 import dataclasses

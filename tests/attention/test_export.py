@@ -64,6 +64,29 @@ def test_symbolic_lengths(case: str, gradient: bool) -> None:
                 np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_a_mask_and_a_bias_of_symbolic_lengths(implementation: str) -> None:
+    """The bias is the same for all batch elements, and its gradient sums over them."""
+    b, t, s = export.symbolic_shape("b, t, s")
+    shapes = ((b, t, N, H), (b, s, K, H), (b, s, K, H), (1, N, t, s), (b, 1, 1, s))
+    dtypes = (*[jnp.float32] * 4, jnp.bool_)
+
+    def loss(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        options: dict[str, Any] = {"numerics": "exact", "implementation": implementation}
+        return jnp.sum(jnp.sin(attention.dot_product_attention(q, k, v, bias, mask, **options)))
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    program = export.export(run)(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+    rng = np.random.default_rng(0)
+    for sizes in ((1, 1, 1), (3, 150, 270)):
+        of = {"b": sizes[0], "t": sizes[1], "s": sizes[2]}
+        known = [[of.get(str(size), size) for size in shape] for shape in shapes]
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in known[:4]]
+        mask = np.arange(sizes[2]) < sizes[2] - np.arange(sizes[0])[:, None, None, None]
+        for x, expected in zip(program.call(*arrays, mask), run(*arrays, mask), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
+
+
 def test_steps_of_dense_are_refused_by_name() -> None:
     options = {"implementation": "dense", "numerics": numerics.EXACT.replace(kv_block=16)}
     with pytest.raises(UnsupportedError, match="'dense' does not support kv_block=16"):

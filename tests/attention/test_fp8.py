@@ -284,3 +284,32 @@ def test_rules_of_the_maximum_know_the_range_of_a_scale() -> None:
     with pytest.raises(ValueError, match=r"use threshold=0\.8 or less"):
         call(f"{E4M3}/x256", numerics.LazyMax(threshold=8.0))
     call(E4M3, numerics.LazyMax(threshold=8.0))
+
+
+HIDING = {
+    "lengths": {"query_lengths": (20, 9), "key_lengths": (22, 13)},
+    "offset": {"is_causal": True, "query_offset": (-4, 3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "scale", "hiding"),
+    [("tiled", "tensor", "lengths"), ("dense", "tensor", "offset"), ("dense", "nvfp4", "lengths")],
+)
+def test_no_hidden_infinity_sets_a_scale(implementation: str, scale: str, hiding: str) -> None:
+    """With a scale of 1, the small values that rows do see would be rounded to 0."""
+    case = harness.Case(rows=20, keys=22, heads=4, kv_heads=2, **HIDING[hiding])
+    arrays = harness.inputs(case)
+    arrays["v"] *= 1e-4
+    seen = harness.visible(case, arrays)
+    rows, keys = ~seen.any(3).swapaxes(1, 2), ~seen[:, ::2].any(2).swapaxes(1, 2)
+    of_zeros, of_garbage = ({n: x.copy() for n, x in arrays.items()} for _ in range(2))
+    for name, at in {"q": rows, "do": rows, "k": keys, "v": keys}.items():
+        of_zeros[name][at] = 0
+        of_garbage[name][at] = np.resize([np.inf, np.nan, -np.inf], of_garbage[name][at].shape)
+    assert rows.any() and keys.any()
+    how, chosen = IMPLEMENTATIONS[implementation], with_scale(scale, "do_o")
+    expected, result = (harness.run(how, case, x, chosen) for x in (of_zeros, of_garbage))
+    assert np.abs(expected["out"]).max() > 1e-5
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x, err_msg=name)

@@ -65,13 +65,18 @@ def test_padding_by_the_lowest_score_in_base_2(implementation: str, exponent: st
     check(result, exact_of(arrays))
 
 
-@pytest.mark.parametrize("preset", ["standard", "jax_nn"])
-def test_unfused_attention_keeps_its_probabilities(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "preset"),
+    [("dense", "standard"), ("dense", "jax_nn"), ("dense", "matched"), ("tiled_odd", "matched")],
+)
+def test_presets_that_save_m_and_l_keep_their_probabilities(
+    implementation: str, preset: str
+) -> None:
     """Each row of P sums to 1 in the backward pass: if dO is 1 everywhere, dV counts the rows."""
     arrays = inputs(-1e9)
     arrays["do"][...] = 1.0
-    num = get_preset(preset)
-    sums = harness.run(harness.IMPLEMENTATIONS["dense"], CASE, arrays, num)["dv"].sum(axis=1)
+    how, num = harness.IMPLEMENTATIONS[implementation], get_preset(preset)
+    sums = harness.run(how, CASE, arrays, num)["dv"].sum(axis=1)
     rows = CASE.rows * CASE.heads // CASE.kv_heads
     assert np.abs(sums - rows).max() <= 2.0**-8 * rows  # because P is rounded to bfloat16
 

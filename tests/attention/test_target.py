@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,17 @@ def test_an_exported_program_has_the_kernel_of_the_device_that_was_named():
         hopper_program = exported()
     assert "triton" in ampere and "mosaic_gpu" not in ampere
     assert "mosaic_gpu" in hopper_program and "triton" not in hopper_program
+
+
+def test_the_example_of_the_docstring_runs():
+    example = textwrap.dedent(attention.compiled_for.__doc__.partition("Example:\n")[2])
+
+    def attend(q, k, v):
+        return attention.dot_product_attention(q, k, v, is_causal=True)
+
+    given = dict.fromkeys("qkv", jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16))
+    exec(example, names := {"jax": jax, "attention": attention, "attend": attend, **given})
+    assert "attention_forward" in names["exported"].mlir_module()
 
 
 def test_the_reason_is_told(monkeypatch):

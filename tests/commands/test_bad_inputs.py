@@ -156,6 +156,10 @@ CASES = {
         of("--scale", "1e-30", softcap=np.array(1e20)),
         "--scale 1e-30: scale / logits_soft_cap, the factor of q kᵀ, must fit float32",
     ),
+    "float64 beyond float32": (
+        of(q=np.full((1, 32, 2, 8), 1e39)),
+        r"q holds 1e\+39 at \[0, 0, 0, 0\], which float32 cannot hold",
+    ),
     "causal by NaN": (of(is_causal=NAN), "is_causal must be true or false, got nan"),
     "fp8 in safetensors": (
         lambda: ["diagnose", text("a.safetensors", header_of("F8_E4M3", [1, 8, 1, 8], 64))],
@@ -178,6 +182,10 @@ CASES = {
     ),
     "HTML to a device": (of("--html", "/dev/null"), "/dev/null: a device, pipe or socket stands"),
     "JSON and HTML to one file": (of("--json", "b", "--html", "b"), "both name b; give two files"),
+    "JSON and HTML to one file by two paths": (
+        lambda: [os.mkdir("x"), "diagnose", npz(), "--json", "b", "--html", "x/../b"][1:],
+        "both name b; give two files",
+    ),
     "JSON over the text": (
         lambda: [*hugging_face(), "--json", "text.txt"],
         "the same command reads text.txt",
@@ -458,9 +466,22 @@ def test_a_deleted_working_directory_is_told(here, monkeypatch, capsys):
     assert "the current directory has been removed" in capsys.readouterr().err
 
 
-def test_a_platform_without_its_device_is_told():
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", "a.npz", "--numerics", "flash"],
+        ["check", "ours:f", "--causal"],
+        ["check", "ours_on_import:f", "--causal"],
+        ["lab", "run", "laptop", "--workdir=runs"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_platform_without_its_device_is_told(words):
+    npz()
+    text("ours.py", "import jax\ndef f(q, k, v): return q")
+    text("ours_on_import.py", "import jax\nONE = jax.numpy.ones(1)\ndef f(q, k, v): return q")
     environment = {**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "lowprec_attn", "diagnose", npz(), "--numerics", "flash"]
+    command = [sys.executable, "-m", "lowprec_attn", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

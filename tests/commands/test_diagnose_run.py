@@ -15,6 +15,7 @@ from lowprec_attn.commands import diagnose
 from lowprec_attn.diagnostics.examine import run_layers
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.errors import UserError
+from lowprec_attn.files import DiskError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
@@ -48,6 +49,15 @@ def run(*argv):
     parser = argparse.ArgumentParser()
     diagnose.add_arguments(parser)
     return diagnose.run(parser.parse_args([str(arg) for arg in argv]))
+
+
+def test_nothing_is_written_over_the_text_that_a_run_is_measured_on(made, text):
+    path, *_ = made
+    before = (text / "val.bin").read_bytes()
+    for name, reads in (("val.bin", (path,)), ("meta.json", (path, "--text", text / "val.bin"))):
+        with pytest.raises(DiskError, match=f"{name}: it is there already, and the same command"):
+            run(*reads, "--json", text / name)
+    assert (text / "val.bin").read_bytes() == before
 
 
 def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +30,10 @@ def parquet(texts):
     return sink.getvalue().to_pybytes()
 
 
+def zstd(data):
+    return pa.Codec("zstd").compress(data).to_pybytes()
+
+
 def read(tmp_path, content):
     """The documents of a file whose name does not tell its format."""
     path = tmp_path / "file"
@@ -43,6 +48,8 @@ PACKED = {
     "as it is": lambda data: data,
     "gzip": gzip.compress,
     "gzip of two members": lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:]),
+    "zstd": zstd,
+    "zstd of two frames": lambda data: zstd(data[:20]) + zstd(data[20:]),
 }
 
 
@@ -52,11 +59,12 @@ def test_packed_text_is_read_as_what_it_holds(tmp_path, packed, mark):
     assert read(tmp_path, PACKED[packed](mark + PLAIN)) == [PLAIN.decode()]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet"])
 def test_rows_are_read_as_a_data_set(tmp_path, name):
     """As the refusal of such a text advises. Empty texts do not count as documents."""
     content = parquet([*TEXTS, None, " "]) if name == "rows.parquet" else JSONL
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    pack = {".gz": gzip.compress, ".zst": zstd}.get(name[name.rindex(".") :], bytes)
+    (tmp_path / name).write_bytes(pack(content))
     kind = "parquet" if name == "rows.parquet" else "json"
     assert [p.text for p in documents.dataset(kind, [str(tmp_path / name)]).pieces] == TEXTS
 
@@ -81,7 +89,6 @@ REFUSED = {
     "a long JSON line": (json.dumps({"text": "x" * 3 * documents._HEAD}).encode(), f"is {AS_ROWS}"),
     "a JSON array": (b'[{"text": "a"},\n{"text": "b"}]', f"is {AS_ROWS}"),
     "Parquet": (parquet(TEXTS), "is Parquet: give it by --dataset parquet"),
-    "zstd": (b"\x28\xb5\x2f\xfd and so on", "is zstd: unpack it"),
     "zip": (b"PK\x03\x04 and so on", "is a zip archive: unpack it"),
     "PDF": (b"%PDF-1.7 and so on", "is a PDF: extract its text"),
     "tar": (b"name".ljust(257, b"\0") + b"ustar", r"is binary \(it holds zero bytes\)"),
@@ -89,6 +96,7 @@ REFUSED = {
     "token ids": (np.arange(500, dtype="<u2").tobytes(), r"is binary \(it holds zero bytes\)"),
     "Latin-1": ("café".encode("latin-1"), r"is not UTF-8 \(byte 0xe9\)"),
     "half of gzip": (gzip.compress(PLAIN)[:30], "is damaged gzip"),
+    "JSON lines in zstd": (zstd(JSONL), f"is {AS_ROWS}"),
     "gzip with a wrong sum": (gzip.compress(PLAIN)[:-8] + bytes(8), "is damaged gzip"),
 }  # fmt: skip
 
@@ -98,6 +106,18 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, case):
     content, words = REFUSED[case]
     with pytest.raises(DataError, match=rf"text file .*/file {words}"):
         read(tmp_path, content)
+
+
+@pytest.mark.parametrize("left", [7, -1])
+def test_a_part_of_zstd_is_refused(tmp_path, left):
+    with pytest.raises(DataError, match=r"cannot read text file .*/file: Truncated"):
+        read(tmp_path, zstd(PLAIN)[:left])
+
+
+def test_zstd_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="is zstd, which needs pyarrow: pip install"):
+        read(tmp_path, zstd(PLAIN))
 
 
 @pytest.mark.parametrize(

@@ -370,13 +370,27 @@ def _as_floats(where: str, name: str, array: np.ndarray) -> np.ndarray:
     if _is_unnamed_bfloat16(array):
         return array.view(ml_dtypes.bfloat16)
     if array.dtype == np.float64:
-        return array.astype(np.float32)
+        return _as_float32(where, name, array)
     if array.dtype.name not in validation.INPUT_DTYPES:
         raise DiagnoseError(
             f"{where}: {name} must be one of {', '.join(validation.INPUT_DTYPES)}, "
             f"got {array.dtype}"
         )
     return array
+
+
+def _as_float32(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Converts float64; refuses what overflows, because it would look like their infinity."""
+    with np.errstate(over="ignore"):
+        converted = array.astype(np.float32)
+    overflows = np.isinf(converted) & np.isfinite(array)
+    if overflows.any():
+        at = np.unravel_index(np.argmax(overflows), array.shape)
+        raise DiagnoseError(
+            f"{where}: {name} holds {array[at]:.3g} at {list(map(int, at))}, which float32 cannot "
+            "hold; save the arrays as attention reads them, in float32 or below"
+        )
+    return converted
 
 
 def _conversions(found: dict[str, np.ndarray]) -> list[str]:

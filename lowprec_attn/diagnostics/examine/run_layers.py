@@ -62,6 +62,18 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
     return [layer._replace(source=str(path), notes=notes) for layer in layers]
 
 
+def text_of(path: Path) -> list[Path]:
+    """Returns the directory of a run's token files; nothing for a built-in text or another path.
+
+    Raises:
+      UserError: the run's config is damaged.
+    """
+    if not RunDir(path).config.is_file():
+        return []
+    data = settings_of(path).data.path
+    return [] if data is None else [Path(data)]
+
+
 def series(path: Path, last_step: int | None = None) -> Series | None:
     """Returns the signals that a run has recorded; None where it has fewer than two records.
 
