@@ -98,11 +98,12 @@ def attention_fn(
     ) -> Array:
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # the softmax is float32 anyway
         refused = {
-            f"dropout_rate={dropout_rate}": dropout_rate > 0 and not deterministic,
-            "sown attention weights": module is not None,
+            f"dropout_rate={dropout_rate} (pass 0, or deterministic=True)": dropout_rate > 0
+            and not deterministic,
+            "sown attention weights (pass sow_weights=False)": module is not None,
             f"precision={precision} (set numerics instead)": precision is not None,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum is not None,
-            "attn_weights_value_einsum": attn_weights_value_einsum is not None,
+            "qk_attn_weights_einsum (leave it out)": qk_attn_weights_einsum is not None,
+            "attn_weights_value_einsum (leave it out)": attn_weights_value_einsum is not None,
         }
         for what, is_asked_for in refused.items():
             if is_asked_for:

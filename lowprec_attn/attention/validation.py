@@ -80,7 +80,8 @@ def check_inputs(
             raise ValueError(f"{name} must be one of {', '.join(INPUT_DTYPES)}, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast "
+            "them to one"
         )
     if k.shape[:3] != v.shape[:3] or (k.shape != v.shape and not any_value_size):
         same = "batch, length and heads" if any_value_size else "shape"
@@ -156,7 +157,8 @@ def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Arr
     x = jnp.asarray(given)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
-            f"{name} must be {batch} integers (one per batch element), got {x.dtype}{x.shape}"
+            f"{name} must hold one integer per batch element, shape ({batch},), "
+            f"got {x.dtype}{x.shape}"
         )
     if _is_known(given):
         known = np.asarray(given)

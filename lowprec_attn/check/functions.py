@@ -184,7 +184,7 @@ def named(name: str, options: Options) -> Target:
         place = f" and {os.getcwd()} has no such module" if missing == module_name else ""
         raise TargetError(
             f"cannot import {module_name}: no module named {missing}{place}; install it, or run "
-            "where it is"
+            "the command in the folder that holds it"
         ) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         if lacks_its_platform(error):

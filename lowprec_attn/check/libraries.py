@@ -23,7 +23,9 @@ BACKENDS = {
     "math": "MATH",
     "efficient": "EFFICIENT_ATTENTION",
 }
-_INSTALL_TORCH = "pip install torch (of the CPU: --index-url https://download.pytorch.org/whl/cpu)"
+_INSTALL_TORCH = (
+    "pip install torch (for CPUs alone, add --index-url https://download.pytorch.org/whl/cpu)"
+)
 _OF_JAX_NN = {
     "causal": "is_causal",
     "scale": "scale",

@@ -56,7 +56,9 @@ class Trials:
         if not 0 <= seed < _SEEDS:
             raise TargetError(f"--seed must be 0 or more and below {_SEEDS}, got {seed}")
         if not target.can & {"causal", "full"}:
-            raise TargetError(f"{target.name} is neither causal nor full; nothing can be tried")
+            raise TargetError(
+                f"{target.name} serves neither causal nor full attention, so nothing can be tried"
+            )
         self.target, self.dtype, self._seed = target, dtype, seed
         self.notes = list(target.notes)
         options: dict[str, Any] = {

@@ -33,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write the report as one HTML page"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         default=Path(),
-        help="where the smallest case of a bug and its script go (default: here)",
+        help="where the smallest case of a bug and its script go (default: the current directory)",
     )
     parser.add_argument(
         "--numerics",
@@ -74,9 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group(
         "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
     )
-    own.add_argument("--framework", choices=("jax", "torch"), help="library whose arrays it takes")
+    own.add_argument(
+        "--framework", choices=("jax", "torch"), help="library whose arrays the function takes"
+    )
     own.add_argument("--layout", choices=("BTNH", "BNTH"), help="order of the axes (default: BTNH)")
-    own.add_argument("--causal", action=argparse.BooleanOptionalAction, help="whether it is causal")
+    own.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="whether the function is causal"
+    )
     own.add_argument(
         "--keyword",
         action="append",

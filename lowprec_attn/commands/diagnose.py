@@ -55,11 +55,12 @@ EXIT_FOUND = 3
 DEFAULT_NUMERICS = ("flash", "published")
 DEFAULT_ROWS = 16
 
-_EPILOG = """Ō (the output before division by the row sum) and δ = rowsum(dO ∘ O) are compared with
-exact arithmetic on the same scores, O with exact arithmetic throughout. Coherence is
+_EPILOG = """Ō, the output before division by the row sum, and δ = rowsum(dO ∘ O) are compared with
+exact arithmetic on the same scores. O is compared with arithmetic that computes the scores exactly,
+too. Coherence is
 ‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for errors of random sign, the square root of the number
-of rows if all are alike. The arrays are those after any position encoding. Exit code 0: nothing
-that warns, 3: a warning, 1: bad input."""
+of rows if all are alike. The arrays are those after any position encoding. Exit code 0: no
+warning, 3: a warning, 1: bad input."""
 
 _KV_BLOCK_HELP = "keys per online-softmax step (default: that of the preset, else 256)"
 
@@ -93,8 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--series",
         action="store_true",
-        help="the files are captures of one model in the order of their steps: also say which "
-        "layer leaves its past or the other layers; layers are matched by name",
+        help="the files are captures of one model in the order of their steps: also say in which "
+        "layer scores or weights grow beyond its earlier values or the other layers; layers are "
+        "matched by name",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(
@@ -104,7 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="every row sees every key (default: from the source, else causal)",
     )
-    seen.add_argument("--causal", action="store_true", dest="is_causal", default=None)
+    seen.add_argument(
+        "--causal",
+        action="store_true",
+        dest="is_causal",
+        default=None,
+        help="every row sees only the keys up to its own position",
+    )
     add("--scale", type=float, help="factor of q kᵀ (default: that of the source, else 1/√H)")
     add("--kv-block", type=int, metavar="KEYS", help=_KV_BLOCK_HELP)
     add(
@@ -123,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rows", type=int, default=DEFAULT_ROWS, help="rows of the table (default: 16; 0: all)")
     add("--json", type=Path, metavar="OUT", help="also write all measurements to this file")
-    add("--html", type=Path, metavar="OUT", help="also write what is printed, as one page")
+    add("--html", type=Path, metavar="OUT", help="also write the printed report as one HTML page")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
     collect.set_defaults(act=_read_and_collect)
-    report = actions.add_parser("report", help="table and figure of compact records")
+    report = actions.add_parser("report", help="write tables and a figure of these records")
     report.add_argument(
         "results",
         type=Path,
-        help=f"directory of {_RECORDS}, or a directory of such; table.md goes there",
+        help=f"directory with {_RECORDS}, where table.md is written; or a directory of several",
     )
     report.add_argument(
         "--layer", type=int, default=1, help="layer of the tables and figure (default %(default)s)"
@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--figure", type=Path, help="file of the figure (default: figure.png in RESULTS)"
     )
-    for control in ("positive", "negative"):
+    for control, fate in (("positive", "must"), ("negative", "must not")):
         report.add_argument(
-            f"--{control}-control", metavar="ARM", help="needed if the records name none"
+            f"--{control}-control",
+            metavar="ARM",
+            help=f"the arm that {fate} break; needed if the records name none",
         )
     report.set_defaults(act=_read_and_report)
 

@@ -27,12 +27,13 @@ EXIT_BAD_INPUT = 1
 # `diagnose` needs only the core installation and the others need the trainer's packages.
 _COMMANDS = {
     "train": "train GPT-2 or a Llama-style model with a named choice of attention arithmetic",
-    "compile": "does a training step fit a TPU slice? without a TPU",
-    "diagnose": "what low precision does to your own q, k, v (and dO)",
-    "check": "is a kernel's gradient right, and which arithmetic is it? of any library",
+    "compile": "say whether a training step fits a TPU slice; this needs no TPU",
+    "diagnose": "say whether low precision harms your run, or your own q, k, v and dO",
+    "check": "say whether an attention function's gradient is right, and which arithmetic it "
+    "computes",
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
-    "report": "write the page of a run directory anew",
+    "report": "write report.html of a run again",
 }
 
 # Flags and commands of earlier checkouts, and what to use instead.
@@ -159,7 +160,8 @@ def _run(arguments: list[str], debug: bool) -> int:
         if (flag := word.partition("=")[0]) in _GONE:
             return _fail(f"{flag} is gone: {_GONE[flag]}")
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        fields = "; --config.NAME=VALUE sets a field" if hasattr(args, "config_flags") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{fields}")
     try:
         return args.run(args) or 0
     except UserError as error:

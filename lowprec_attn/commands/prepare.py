@@ -31,10 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files (json, parquet, ...) with --data-files; column 'text', a document per row",
     )
     parser.add_argument(
-        "--data-files", nargs="+", metavar="FILE", help="with --dataset: files of it"
+        "--data-files",
+        nargs="+",
+        metavar="FILE",
+        help="local files that the loader of --dataset reads",
     )
     parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
-    parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
+    parser.add_argument(
+        "--tokenizer",
+        choices=("gpt2", "bytes"),
+        default="gpt2",
+        help="gpt2 (default) downloads a vocabulary, bytes needs none",
+    )
     parser.add_argument(
         "--val-fraction",
         type=float,

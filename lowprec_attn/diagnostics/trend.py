@@ -61,8 +61,9 @@ QUANTITIES = (
         own=4.0,
         others=6.0,
         least=96.0,
-        worth="left its past: before 296 of 312 explosions, by a median of 512 steps, and in 99 of "
-        "476 runs that held; left the others: before 258, by 484 steps, and in 42",
+        worth="a layer outgrew its past before 296 of 312 explosions, by a median of 512 steps, "
+        "and in 99 of 476 runs that held; a layer outgrew the others before 258 explosions, by 484 "
+        "steps, and in 42 of these runs",
     ),
     Quantity(
         "query_weight_norm",
@@ -70,8 +71,9 @@ QUANTITIES = (
         own=4.0,
         others=2.25,
         least=0.0,
-        worth="left its past: before 285 of 312 explosions, by a median of 344 steps, and in 66 of "
-        "476 runs that held; left the others: before 237, by 435 steps, and in 18",
+        worth="a layer outgrew its past before 285 of 312 explosions, by a median of 344 steps, "
+        "and in 66 of 476 runs that held; a layer outgrew the others before 237 explosions, by 435 "
+        "steps, and in 18 of these runs",
     ),
 )
 

@@ -1,5 +1,6 @@
 """Named `Numerics`: the roundings of published kernels and codes, and of proposed cures."""
 
+from lowprec_attn.errors import did_you_mean
 from lowprec_attn.numerics.record import Numerics
 
 EXACT = Numerics(saved_output="float32", statistics="m_and_l")
@@ -181,5 +182,6 @@ def get_preset(name: str) -> Numerics:
       ValueError: there is no such preset; the message lists the presets.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown numerics {name!r}; presets are {', '.join(PRESETS)}")
+        meant = did_you_mean(name, PRESETS)
+        raise ValueError(f"unknown numerics {name!r}{meant}; presets are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -26,6 +26,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
+from lowprec_attn.errors import did_you_mean
+
 # The score of a masked pair. It is finite, so that differences of scores are finite too, and exact
 # in bfloat16.
 MASKED = -(2.0**127)
@@ -302,7 +304,10 @@ def get_row_max(name: str, **options: float | None) -> RowMax:
       ValueError: there is no such rule or option, or a value is out of range.
     """
     if name not in ROW_MAX_RULES:
-        raise ValueError(f"unknown row-max rule {name!r}; rules are {', '.join(ROW_MAX_RULES)}")
+        meant = did_you_mean(name, ROW_MAX_RULES)
+        raise ValueError(
+            f"unknown row-max rule {name!r}{meant}; rules are {', '.join(ROW_MAX_RULES)}"
+        )
     rule = ROW_MAX_RULES[name]
     known = [f.name for f in dataclasses.fields(rule)]
     for option in options:

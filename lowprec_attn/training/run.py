@@ -201,7 +201,10 @@ def _restore_other(
     assert resume_from is not None
     source = RunDir(resume_from)
     if not source.config.exists():
-        raise RunError(f"resume_from={resume_from} is not a run directory: it has no config.json")
+        why = "it has no config.json" if resume_from.exists() else "it does not exist"
+        raise RunError(
+            f"resume_from={resume_from} is not a run directory: {why}; give the --workdir of a run"
+        )
     theirs = hosts.from_first(lambda: load_config(source.config).get("optimizer", {}))
     clips, decays = theirs.get("clip_norm") is not None, bool(theirs.get("weight_decay"))
     optimizer = with_layout(settings.optimizer, clips, decays)

@@ -93,7 +93,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "bias shape": (lambda: attend(bias=x(2, 3, 6, 5)), r"bias of shape \(2, 3, 6, 5\)"),
     "lengths shape": (
         lambda: attend(key_value_seq_lengths=jnp.array([5])),
-        r"key_value_seq_lengths must be 2 integers.*\(1,\)",
+        r"key_value_seq_lengths must hold one integer .*shape \(2,\), got .*\(1,\)",
     ),
     "negative length": (
         lambda: attend(key_value_seq_lengths=np.array([5, -1])),
@@ -114,7 +114,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lengths dtype": (
         lambda: attend(query_seq_lengths=x(2)),
-        "query_seq_lengths must be 2 integers.*float32",
+        r"query_seq_lengths must hold one integer .*shape \(2,\), got float32",
     ),
     "negative window": (
         lambda: attend(local_window_size=(3, -1)),
@@ -221,7 +221,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     **{
         f"made with {name}": (functools.partial(attention_fn, **{name: value}), text)
         for name, value, text in (
-            ("numerics", "flash2", "unknown numerics 'flash2'; presets are exact, flash, "),
+            ("numerics", "flash2", r"unknown numerics 'flash2' \(did you mean flash\?\); presets"),
             ("row_max", ["standard", "dyn"], "unknown row-max rule 'dyn'; rules are standard, "),
             ("local_window_size", (1, -1), r"local_window_size must be .* got \(1, -1\)"),
             ("logits_soft_cap", -1.0, "logits_soft_cap must be greater than 0"),
@@ -250,11 +250,11 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "name for numerics": (
         lambda: attend(numerics="flesh"),
-        "unknown numerics 'flesh'; presets are exact, flash, ",
+        r"unknown numerics 'flesh' \(did you mean flash\?\); presets are exact, flash, ",
     ),
     "name of one head": (
         lambda: attend(numerics=["flash", "flash", "flash", "Exact"]),
-        "unknown numerics 'Exact'; presets are exact, flash, ",
+        r"unknown numerics 'Exact' \(did you mean exact\?\); presets are exact, flash, ",
     ),
     "neither numerics nor name": (
         lambda: attend(numerics=16),
@@ -262,7 +262,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "name for row_max": (
         lambda: attend(row_max="dynamic"),
-        "unknown row-max rule 'dynamic'; rules are standard, ",
+        r"unknown row-max rule 'dynamic' \(did you mean dynamic_max\?\); rules are standard, ",
     ),
     "rule without parentheses": (lambda: attend(row_max=StandardMax), "row_max.*StandardMax"),
     "too few numerics": (lambda: attend(numerics=[FLASH] * 3), "3 entries for 4 query heads"),

@@ -299,7 +299,10 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
         (changed(do=ONES[:, 1:]), r"do must have the shape of q, got \(1, 255, 2, 32\) .* 32\)$"),
         (changed(do=ONES[0].reshape(1, 1, LENGTH, -1)), r"do must have the shape of q, .* 32\)$"),
         (changed(do=ONES.reshape(LENGTH, -1)), "without the batch axis, got shapes"),
-        (changed(layout=np.array("TNH")), "layout 'TNH' must be BTNH or BNTH, or say so for each"),
+        (
+            changed(layout=np.array("TNH")),
+            "layout must be BTNH or BNTH, or one order for each .* got 'TNH'",
+        ),
         (changed(layout=np.array(1)), r"layout must be one text such as BNTH, got shape \(\) of "),
         (changed(window=np.array(3)), "window must be two integers, 0 or more: .* got 3$"),
         (changed(window=np.array([-1, 0])), r"window must be two integers, .* got \[-1, 0\]"),
@@ -622,6 +625,12 @@ def test_pickles_are_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_text_is_not_called_a_pickle(tmp_path):
+    (tmp_path / "a.npz").write_text("hello")
+    with pytest.raises(DiagnoseError, match=r"not a readable npz file \(it is no zip archive\)"):
+        run(tmp_path / "a.npz")
+
+
 def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "safetensors", None)
@@ -632,10 +641,13 @@ def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--numerics", "fast"), "unknown numerics 'fast'; presets are exact"),
+        (("--numerics", "none"), "unknown numerics 'none'; presets are exact"),
         (("--row-max", "fast"), "unknown row-max rule 'fast'"),
-        (("--layout", "TNH"), "layout 'TNH' must be BTNH or BNTH"),
-        (("--layout", "x=BNTH"), "layout 'x=BNTH' must be BTNH or BNTH, or say so for each of q"),
+        (("--layout", "TNH"), "layout must be BTNH or BNTH, .* got 'TNH'"),
+        (
+            ("--layout", "x=BNTH"),
+            "layout must be BTNH or BNTH, or one order for each .* got 'x=BNTH'",
+        ),
         (("--kv-block", "0"), "kv_block must be a positive number"),
         (("--scale", "nan"), "--scale must be a finite number, got nan"),
         (("--json", "no/such/out.json"), "there is no directory no/such"),
@@ -783,7 +795,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     text = sentences(capsys.readouterr().out)
     _, _, told = text.partition("Trend over 5 measurements, ")
     assert told.startswith(f"{paths[0]} to {paths[4]}; this is no warning")
-    assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
+    assert f"largest |score|: layer_1 outgrew the other layers at {paths[4]} (" in told
     assert "times their median) and its past at" in told
     assert "W_Q" not in told  # these captures lack it
     assert f"In the lab, largest |score|: {QUANTITIES[0].worth}" in told
@@ -796,7 +808,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert scores["own"][4] == pytest.approx([1, 60, 1], rel=1e-3)
     values = np.array(scores["values"])
     assert scores["others"][4][1] == pytest.approx(values[4, 1] / values[4, [0, 2]].mean())
-    assert escape("layer_1 left the other layers") in html.read_text()
+    assert escape("layer_1 outgrew the other layers") in html.read_text()
     # Without the trend: the same verdict and exit code from the same files.
     assert run(*paths, "--numerics", "exact", "--json", out) == code
     assert "Trend" not in sentences(capsys.readouterr().out)
@@ -821,7 +833,9 @@ def test_a_series_of_captures_knows_the_norm_of_a_weight_that_is_in_them(axes, t
     out = tmp_path / "out.json"
     run("--series", *paths, "--numerics", "exact", "--json", out)
     told = sentences(capsys.readouterr().out)
-    assert f"W_Q: layer_2 left the other layers at {paths[3]} (50, 5.0 times their median)" in told
+    assert (
+        f"W_Q: layer_2 outgrew the other layers at {paths[3]} (50, 5.0 times their median)" in told
+    )
     norms = json.loads(out.read_text())["trend"][0]["quantities"]["query_weight_norm"]
     np.testing.assert_allclose(norms["values"], [[10] * 3] * 3 + [[10, 10, 50]], rtol=1e-5)
 
@@ -844,7 +858,7 @@ def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
         np.savez(paths[-1], **arrays)
     assert run("--series", *paths) == 0
     text = sentences(capsys.readouterr().out)
-    assert "no layer left its past or the others" in text
+    assert "no layer outgrew its past or the other layers" in text
     assert "A layer's own past takes 3 measurements and one after them" in text
     assert "There are no other layers to compare with" in text
     assert "In the lab" not in text

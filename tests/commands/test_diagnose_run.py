@@ -102,8 +102,10 @@ def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
     assert run(copy.path) == 0  # only the checkpoint counts
     text = sentences(capsys.readouterr().out)
     assert f"Trend over 5 measurements of {copy.path}, step 0 to step 1,400; this is no" in text
-    assert "largest |score|: layer_02 left the other layers at step 1,400 (700, 140.0 times" in text
-    assert "norm of a head's W_Q: no layer left its past or the others." in text
+    assert (
+        "largest |score|: layer_02 outgrew the other layers at step 1,400 (700, 140.0 times" in text
+    )
+    assert "norm of a head's W_Q: no layer outgrew its past or the other layers." in text
     copy.metrics.write_text("no record\n")
     assert run(copy.path) == 0
     assert "note: no trend: " in capsys.readouterr().out

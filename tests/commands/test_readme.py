@@ -38,6 +38,16 @@ def parsed(monkeypatch):
     return parse
 
 
+def matches(word):
+    """What a shell in a fresh clone makes of a word."""
+    return sorted(ROOT.glob(word)) if "*" in word else [word]
+
+
+def test_every_pattern_matches_files_of_a_clone():
+    patterns = [word for words in OTHER for word in words if "*" in word]
+    assert patterns and all(map(matches, patterns)), patterns
+
+
 def test_there_are_commands_of_both_kinds():
     assert len(TRAIN) >= 6
     assert {words[0] for words in OTHER} >= {"prepare", "lab", "diagnose"}
@@ -79,14 +89,11 @@ def test_every_diagnosis_is_one_that_can_start(parsed):
 def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
     """The commands about one text run in order, on a small model."""
     monkeypatch.chdir(tmp_path)
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text("a line of text\n" * 300)
     with gzip.open("rows.jsonl.gz", "wt") as rows:
         rows.writelines(json.dumps({"text": "a line of text\n" * 30}) + "\n" for _ in range(30))
     for words in OTHER:
         if words[0] == "prepare":
-            texts = [str(path) for path in tmp_path.glob("*.txt")]
-            words = [w for word in words for w in (texts if word == "*.txt" else [word])]
+            words = [str(path) for word in words for path in matches(word)]
             # The default tokenizer downloads its vocabulary.
             tokenizer = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
             assert main([*words, *tokenizer]) == 0, words

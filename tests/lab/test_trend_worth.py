@@ -125,7 +125,7 @@ def test_what_a_ratio_was_worth_stands_in_the_table():
         (hits, of, lead, alarms, held, *_) = rows[quantity.signal, "own"]
         (other_hits, _, other_lead, other_alarms, *_) = rows[quantity.signal, "others"]
         assert quantity.worth == (
-            f"left its past: before {hits} of {of} explosions, by a median of {lead} steps, and in "
-            f"{alarms} of {held} runs that held; left the others: before {other_hits}, by "
-            f"{other_lead} steps, and in {other_alarms}"
+            f"a layer outgrew its past before {hits} of {of} explosions, by a median of {lead} "
+            f"steps, and in {alarms} of {held} runs that held; a layer outgrew the others before "
+            f"{other_hits} explosions, by {other_lead} steps, and in {other_alarms} of these runs"
         )

@@ -35,6 +35,7 @@ _FACTS = ("is_causal", "scale", "window", "ignored", "layout")
 _HIDING = (*masks.SERVED, *masks.REFUSED)
 _OF_ALL = (*_HIDING, *_VARIANTS)
 _SPELLINGS = _NAMES | _VARIANTS | {name: (name,) for name in (*_FACTS, *_HIDING)}
+_BEGINNINGS = (b"PK", np.lib.format.MAGIC_PREFIX[:2])  # of a zip archive, and of one array
 _SHOWN = 8  # names that a message lists at most
 _NEEDED = ("q", "k", "v")
 _SAFETENSORS_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -239,6 +240,12 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 def _read_npz(path: Path) -> dict[str, _Found]:
     try:
         with path.open("rb") as stream:
+            if stream.read(2) not in _BEGINNINGS:  # NumPy calls any other file a pickle
+                raise DiagnoseError(
+                    f"{path}: not a readable npz file (it is no zip archive); save q, k, v and do "
+                    "with numpy.savez"
+                )
+            stream.seek(0)
             file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise DiagnoseError(f"{path}: holds a single array; save with numpy.savez")

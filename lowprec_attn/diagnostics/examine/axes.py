@@ -28,8 +28,8 @@ def parse(text: str) -> Orders:
         names = (name,) if "=" in word else WITH_HEADS
         if order not in (_ROWS_FIRST, _HEADS_FIRST) or not set(names) <= orders.keys():
             raise ValueError(
-                f"layout {text!r} must be BTNH or BNTH, or say so for each of q, k, v and do, as "
-                "in q=BNTH,k=BNTH,v=BNTH,do=BTNH"
+                "layout must be BTNH or BNTH, or one order for each of q, k, v and do, as in "
+                f"q=BNTH,k=BNTH,v=BNTH,do=BTNH; got {text!r}"
             )
         orders |= dict.fromkeys(names, order)
     return orders

@@ -94,7 +94,7 @@ def sentences(series: Series) -> list[str]:
                 f"{quantity.label}: {many(len(found) - _SHOWN, 'layer')} more, none earlier."
             )
         if not found:
-            lines.append(f"{quantity.label}: no layer left its past or the others.")
+            lines.append(f"{quantity.label}: no layer outgrew its past or the other layers.")
     if len(series.places) <= LEAST_BEFORE:
         lines.append(f"A layer's own past takes {LEAST_BEFORE} measurements and one after them.")
     if len(series.layers) == 1:
@@ -115,7 +115,7 @@ def _departure(series: Series, quantity: Quantity, one: Departure) -> str:
         if place is not None
     ]
     name = series.layers[one.layer] or "the layer"
-    return f"{quantity.label}: {name} left {' and '.join(parts)}."
+    return f"{quantity.label}: {name} outgrew {' and '.join(parts)}."
 
 
 def worths(series: Series) -> list[tuple[str, str]]:

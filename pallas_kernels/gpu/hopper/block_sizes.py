@@ -92,24 +92,26 @@ class ForwardTile:
         alike = self.step % self.owned == 0
         if self.overlap_tiles and (self.owned_stages < 2 or not alike):
             raise ValueError(
-                f"overlap_tiles=True takes owned_stages=2, steps of own rows, got {self}"
+                "overlap_tiles=True needs owned_stages=2 and a step that is a multiple of the "
+                f"tile's {self.owned} rows, got {self}"
             )
         if self.halved and self.step != max(STEPS):  # halves of P̄ have 64 columns
-            raise ValueError(f"halved=True takes step={max(STEPS)}, got step={self.step}")
+            raise ValueError(f"halved=True needs step={max(STEPS)}, got step={self.step}")
         if numerics is None:
             return
         n, in_long_steps = numerics, rounds_products(numerics)
         if in_long_steps and not alike:
             raise ValueError(
-                f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {self}"
+                f"kv_block={n.kv_block} needs a step that is a multiple of the tile's "
+                f"{self.owned} rows, got {self}"
             )
         if not in_long_steps and n.kv_block not in (None, self.step):
             raise ValueError(f"kv_block={n.kv_block} takes step={n.kv_block}, got step={self.step}")
         if self.halved and not in_long_steps:
-            raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
+            raise ValueError(f"halved=True needs tile_grads=bfloat16, got {n.tile_grads}")
         if self.overlap_tiles and (in_long_steps or keeps_auxiliary(n)):
             what = "tile_grads" if in_long_steps else "saved_output"
-            raise ValueError(f"overlap_tiles=True takes no {what}={getattr(n, what)}")
+            raise ValueError(f"overlap_tiles=True does not support {what}={getattr(n, what)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,18 +194,20 @@ class BackwardTile:
         if self.v_stages is not None and self.v_stages < 1:
             raise ValueError(f"v_stages must be at least 1, got {self.v_stages}")
         if self.held and not self.ping_pong:
-            raise ValueError("held=True needs ping_pong=True: there is no turn to hold")
+            raise ValueError("held=True needs ping_pong=True: without turns there is none to hold")
         if self.held and self.stages < 2:
             # The holder of the turn would wait for a step whose stage another consumer still uses,
             # while that consumer waits for the turn.
-            raise ValueError(f"held=True takes two stages, got {self}")
+            raise ValueError(f"held=True needs two stages or more, got {self}")
         if self.overlap_steps and (self.held or self.stages < 2 or self.cooperative):
             raise ValueError(
-                f"overlap_steps=True takes two stages, neither held nor cooperative, got {self}"
+                "overlap_steps=True needs two stages or more, held=False and cooperative=False, "
+                f"got {self}"
             )
         if self.cooperative and (self.warpgroups != 2 or self.step != ROWS or self.ping_pong):
             raise ValueError(
-                f"cooperative=True takes two warpgroups, step={ROWS}, no ping_pong, got {self}"
+                f"cooperative=True needs two warpgroups, step={ROWS} and ping_pong=False, "
+                f"got {self}"
             )
         if kernel == "query_gradients" and numerics is not None:
             self._check_query_gradients(numerics)
@@ -214,38 +218,47 @@ class BackwardTile:
         sums_rows = n.delta in SUMS_ROWS
         if self.overlap_steps and sums_rows:
             raise ValueError(
-                f"overlap_steps=True is of one sum, not of delta={n.delta!r}, got {self}"
+                f"overlap_steps=True does not support delta={n.delta!r}, whose dQ kernel also sums "
+                f"rows, got {self}"
             )
         if self.overlap_steps and rounds_products(n):
-            raise ValueError(f"one sum for every long step takes no overlap_steps, got {self}")
+            raise ValueError(
+                f"tile_grads={n.tile_grads} needs overlap_steps=False, since each long step has a "
+                f"sum of its own, got {self}"
+            )
         if self.cooperative and not sums_rows:
-            raise ValueError(f"cooperative=True is of delta={' or '.join(SUMS_ROWS)}, got {self}")
+            raise ValueError(
+                f"cooperative=True needs delta={' or '.join(SUMS_ROWS)}, got delta={n.delta}"
+            )
 
     def _check_key_gradients(
         self, n: Numerics | None, unordered: bool, head_size: int | None
     ) -> None:
         if self.v_stages:
             raise ValueError(
-                f"key_gradients: v_stages are of query_gradients alone, got {self.v_stages}"
+                "key_gradients must have v_stages=None, because only query_gradients uses it, "
+                f"got {self.v_stages}"
             )
         if (self.overlap_steps or self.cooperative) and n is not None and rounds_products(n):
             raise ValueError(
-                f"one sum for every long step takes neither overlap_steps nor cooperative, "
-                f"got {self}"
+                f"tile_grads={n.tile_grads} needs overlap_steps=False and cooperative=False, since "
+                f"each long step has a sum of its own, got {self}"
             )
         if not unordered:
             return
         if self.cooperative or self.overlap_steps:
             raise ValueError(
-                f"unordered dQ takes neither cooperative nor overlap_steps, got {self}"
+                f"unordered=True needs cooperative=False and overlap_steps=False, got {self}"
             )
         if self.warpgroups != 2 or self.stages < 2:
-            raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {self}")
+            raise ValueError(
+                f"unordered=True needs two warpgroups, and two stages or more, got {self}"
+            )
         if head_size is not None and self.step * head_size > self.owned * ROWS:
             # A warpgroup has registers for one block of dQ, 64 by 64.
             raise ValueError(
-                f"unordered dQ takes steps of {self.owned * ROWS // head_size} queries "
-                f"at head size {head_size}, got step={self.step}"
+                f"unordered=True needs step={self.owned * ROWS // head_size} or less at head size "
+                f"{head_size}, got step={self.step}"
             )
 
 
@@ -365,7 +378,7 @@ def default_block_sizes(
         head size other than 64; a head size that is not in the table.
     """
     if rounds_products and head_size != ROWS:
-        raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
+        raise ValueError(f"rounds_products needs head size {ROWS}, got {head_size}")
     if is_wide(head_size):
         asked = (kv_block == 128, keeps_auxiliary, unordered)
         names = ("kv_block=128", "keeps_auxiliary", "unordered")
