@@ -244,10 +244,7 @@ def _check_options(args: argparse.Namespace) -> None:
             "directory needs no --series"
         )
     if args.scale is not None:
-        try:
-            array_file.check_scale(args.scale)
-        except ValueError as error:
-            raise DiagnoseError(f"--scale {error}") from error
+        array_file.check_scale("--scale", args.scale)
     if args.step is not None and args.step < 0:
         raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:
