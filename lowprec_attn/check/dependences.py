@@ -7,7 +7,7 @@ import numpy as np
 from lowprec_attn.check import places
 from lowprec_attn.check.limits import Limits
 from lowprec_attn.check.measure import RESULTS, WORDS, Found
-from lowprec_attn.check.problems import sequence
+from lowprec_attn.check.problems import part_of
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
 
@@ -75,7 +75,8 @@ def _pairs(trials: Trials) -> Iterator[tuple[str, Trial, Found]]:
             yield _OTHERS, batch, alone
     long = _long(trials)
     if long is not None:
-        short = _shortened(trials, long)
+        kept = slice(_KEPT)
+        short = trials.run(part_of(long.problem, rows=kept, keys=kept)).found
         if short is not None:
             yield _LATER, long, short
 
@@ -99,17 +100,8 @@ def _long(trials: Trials) -> Trial | None:
 def _alone(trials: Trials, trial: Trial) -> Found | None:
     parts = []
     for b in range(trial.problem.q.shape[0]):
-        part = trials.run(sequence(trial.problem, b)).found
+        part = trials.run(part_of(trial.problem, batch=slice(b, b + 1))).found
         if part is None:
             return None
         parts.append(part)
     return {n: np.concatenate([part[n] for part in parts]) for n in RESULTS}
-
-
-def _shortened(trials: Trials, trial: Trial) -> Found | None:
-    p, kept = trial.problem, slice(_KEPT)
-    bias = p.masking.bias
-    if bias is not None:
-        p = p.masked(bias=bias[:, :, kept, kept])
-    short = p.replace(q=p.q[:, kept], k=p.k[:, kept], v=p.v[:, kept], do=p.do[:, kept])
-    return trials.run(short).found
