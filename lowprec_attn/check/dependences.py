@@ -32,7 +32,8 @@ class Dependences:
         self.risks: list[str] = []
         self.notes: list[str] = []
         for words, trial, other in _pairs(trials):
-            self._compare(words, trial, other)
+            if other is not None:
+                self._compare(words, trial, other)
 
     def _compare(self, words: str, trial: Trial, other: Found) -> None:
         assert trial.found is not None
@@ -63,22 +64,19 @@ class Dependences:
             sentences.append(f"{words}, within rounding: {names}")
 
 
-def _pairs(trials: Trials) -> Iterator[tuple[str, Trial, Found]]:
-    """Yields words for a dependence, a run, and other results that should equal the run's."""
+def _pairs(trials: Trials) -> Iterator[tuple[str, Trial, Found | None]]:
+    """Yields words for a dependence, a run, and other results that should equal the run's.
+
+    The other results are None where the kernel refused the other problem.
+    """
     batch = _feature(trials, "a batch")
     if batch is not None:
-        again = trials.run(batch.problem).found
-        if again is not None:
-            yield TWO_RUNS, batch, again
-        alone = _alone(trials, batch)
-        if alone is not None:
-            yield _OTHERS, batch, alone
+        yield TWO_RUNS, batch, trials.run(batch.problem).found
+        yield _OTHERS, batch, _alone(trials, batch)
     long = _long(trials)
     if long is not None:
         kept = slice(_KEPT)
-        short = trials.run(part_of(long.problem, rows=kept, keys=kept)).found
-        if short is not None:
-            yield _LATER, long, short
+        yield _LATER, long, trials.run(part_of(long.problem, rows=kept, keys=kept)).found
 
 
 def _feature(trials: Trials, name: str) -> Trial | None:

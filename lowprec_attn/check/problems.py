@@ -7,7 +7,7 @@ so that the float64 reference sees the same values as the kernel.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -297,8 +297,3 @@ def _masked(problem: Problem, seen: np.ndarray) -> Problem:
     """Adds a mask [#T, S]."""
     mask = np.broadcast_to(seen, (problem.q.shape[1], problem.k.shape[1]))[None, None]
     return seeing(problem.masked(mask=mask).replace(needs=problem.needs | {"mask"}))
-
-
-def served(problems: list[Problem], can: frozenset[str]) -> Iterator[Problem]:
-    """Returns the problems that need only what a kernel can do."""
-    return (problem for problem in problems if problem.needs <= can)

@@ -117,7 +117,7 @@ class Trials:
         can = self._can()
         self.not_tried = tuple(p.name for p in made if not p.needs <= can)
         runs = []
-        for problem in self._set(list(problems.served(made, can))):
+        for problem in self._set([p for p in made if p.needs <= can]):
             masking = problem.masking
             has_positions = masking.is_causal or masking.window is not None
             is_free = "lengths" in problem.needs and has_positions
