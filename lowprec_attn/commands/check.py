@@ -9,6 +9,7 @@ Exit codes: 0 right; 3 a risk; 4 a bug; 1 an unusable target or option.
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -149,20 +150,6 @@ def _options(args: argparse.Namespace) -> check.Options:
         if name in keywords:
             raise check.TargetError(f"--keyword {word}: {name} is {keywords[name]} already")
         keywords[name] = keyword
-    return check.Options(
-        framework=args.framework,
-        layout=args.layout,
-        causal=args.causal,
-        keywords=keywords,
-        scale=args.scale,
-        window=args.window,
-        soft_cap=args.soft_cap,
-        sinks=args.sinks,
-        bias=args.bias,
-        lse_gradient=args.lse_gradient,
-        groups=args.groups,
-        alignment=args.alignment,
-        **({} if args.numerics is None else {"numerics": args.numerics}),
-        tokens=args.tokens,
-        head_size=args.head_size,
-    )
+    names = {field.name for field in dataclasses.fields(check.Options)} - {"keywords"}
+    given = {name: x for name, x in vars(args).items() if name in names and x is not None}
+    return check.Options(keywords=keywords, **given)
