@@ -16,7 +16,7 @@ from pathlib import Path
 from lowprec_attn import check
 from lowprec_attn.check.problems import DTYPES
 from lowprec_attn.check.targets import KNOWN
-from lowprec_attn.files import require_output, writing
+from lowprec_attn.files import require_outputs, writing
 
 EXIT_CODES = {"right": 0, "risk": 3, "bug": 4}
 
@@ -127,13 +127,7 @@ def _require_outputs(args: argparse.Namespace) -> None:
     """Checks that the outputs can be written and would not overwrite the target's own module."""
     file = getattr(sys.modules.get(args.target.partition(":")[0]), "__file__", None)
     reads = [] if file is None else [Path(file)]
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise check.TargetError(f"{option} {path}: there is no directory {path.parent}")
-        if path is not None:
-            require_output(path, reads)
-    if args.json is not None and args.json == args.html:
-        raise check.TargetError(f"--json and --html both name {args.json}; give two files")
+    require_outputs({"--json": args.json, "--html": args.html}, reads)
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
 

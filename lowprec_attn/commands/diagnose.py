@@ -39,7 +39,7 @@ from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import require_output, write_json, writing
+from lowprec_attn.files import require_outputs, write_json, writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -250,13 +250,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
     reads = [*args.source, *([args.text] if args.text else [])]
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise DiagnoseError(f"{option} {path}: there is no directory {path.parent}")
-        if path is not None:
-            require_output(path, reads)
-    if args.json is not None and args.json == args.html:
-        raise DiagnoseError(f"--json and --html both name {args.json}; give two files")
+    require_outputs({"--json": args.json, "--html": args.html}, reads)
 
 
 def _wrapped(lines: Sequence[str]) -> str:

@@ -38,6 +38,7 @@ from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.diagnostics.trend import QUANTITIES
+from lowprec_attn.files import DiskError
 
 BFLOAT16 = ml_dtypes.bfloat16
 _example = runpy.run_path(
@@ -638,8 +639,6 @@ def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
         (("--layout", "x=BNTH"), "layout 'x=BNTH' must be BTNH or BNTH, or say so for each of q"),
         (("--kv-block", "0"), "kv_block must be a positive number"),
         (("--scale", "nan"), "--scale must be a finite number, got nan"),
-        (("--json", "no/such/out.json"), "there is no directory no/such"),
-        (("--html", "no/such/out.html"), "--html .* there is no directory no/such"),
         (("--rows", "-1"), "--rows must be 0 \\(all\\) or more, got -1"),
         (("--numerics", "standard", "--kv-block", "8"), "standard takes one step over all keys"),
     ],
@@ -648,6 +647,12 @@ def test_options_that_make_no_sense(tmp_path, options, message):
     path = save(tmp_path / "a.npz", {n: x[:, :16] for n, x in healthy_arrays().items()})
     with pytest.raises(DiagnoseError, match=message):
         run(path, *options)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_an_output_without_a_directory_is_refused_before_anything_is_read(tmp_path, option):
+    with pytest.raises(DiskError, match=f"{option} no/such/out: there is no directory no/such"):
+        run(tmp_path / "a.npz", option, "no/such/out")
 
 
 def signals(heads=2, **changes):
