@@ -1,10 +1,15 @@
-"""Text tables: aligned columns for a terminal, and Markdown."""
+"""Text tables, aligned for a terminal or in Markdown, and wrapped text."""
 
+import functools
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
 _SIDES = {"<": "left", ">": "right"}
+
+wrapped = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+"""Returns the lines of a text, as `textwrap.wrap` does, but breaks no name of a file or layer."""
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> str:

@@ -1,7 +1,6 @@
 """Writes a report as text for a terminal of 100 columns, as JSON, or as a web page."""
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from lowprec_attn.counts import many
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
-from lowprec_attn.tables import columns
+from lowprec_attn.tables import columns, wrapped
 
 WIDTH = 100
 
@@ -217,14 +216,7 @@ def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
 
 def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
     begin = text[: len(text) - len(text.lstrip())]
-    return textwrap.wrap(
-        text.lstrip(),
-        WIDTH,
-        initial_indent=begin,
-        subsequent_indent=begin + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(text, WIDTH, subsequent_indent=begin + indent)
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from lowprec_attn.numerics import (
     get_preset,
     get_row_max,
 )
-from lowprec_attn.tables import columns
+from lowprec_attn.tables import columns, wrapped
 
 EXIT_FOUND = 3
 DEFAULT_NUMERICS = ("flash", "published")
@@ -256,12 +256,9 @@ def _check_options(args: argparse.Namespace) -> None:
 def _wrapped(lines: Sequence[str]) -> str:
     """Wraps sentences at 100 columns without breaking the names of files and layers."""
     return "\n".join(
-        textwrap.fill(
-            line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        if len(line) > 100
-        else line
+        part
         for line in lines
+        for part in (wrapped(line, 100, subsequent_indent="  ") if len(line) > 100 else [line])
     )
 
 
