@@ -49,3 +49,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
       | probe | 1,200  |
     """
     return tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def with_legend(legend: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table below its legend, which is wrapped at 100 columns."""
+    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"

@@ -1,6 +1,5 @@
 """Summarizes several experiments: outcomes of all arms, and what the warnings were worth."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from lowprec_attn.counts import many
@@ -8,7 +7,7 @@ from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.report.warnings import loss_table, warning_table
 from lowprec_attn.runs.instability.explosion import RUNAWAY_HEADS
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import markdown, with_legend
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
@@ -81,7 +80,7 @@ def runaway_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
         "far, by what became of them later. A runaway of the negative control is a false alarm."
     )
     header = ["experiment", "negative control", "others that held", "exploded", "not finite"]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _runaway_cells(records: Sequence[ArmRecord]) -> list[str]:

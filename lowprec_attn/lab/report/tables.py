@@ -2,7 +2,6 @@
 
 import collections
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,11 +24,11 @@ from lowprec_attn.runs.instability.explosion import (
     SMOOTHED_STEPS,
     RunawayRule,
 )
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import markdown, with_legend
 
 _COLUMNS = 7
 _SEEDS_LISTED = 5  # values of more seeds do not fit into a cell
-_BETWEEN = " / "
+_BETWEEN, _NO_RUN = " / ", "no run"
 
 
 def outcome_table(found: Sequence[ArmOutcome]) -> str:
@@ -59,7 +58,6 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     if any(record.rollbacks for record in everything):
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
-    table = markdown(header, rows)
     reasons = undecided(found)
     verdict = f"\nOf explosions nothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
@@ -76,7 +74,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         f"that exploded, are healthy or behind."
     )
     each = f"\n{_seed_table(found, seeds)}" if many else ""
-    return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}{each}"
+    return f"{with_legend(legend, header, rows)}{verdict if reasons else ''}{each}"
 
 
 _EXPLAINED: dict[Word, str] = {
@@ -127,7 +125,7 @@ def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
         rows.append([arm, str(len(records)), span, what, str(after or "")])
     legend = "Runs that ended at a step that was withheld: where the first value was not finite."
     header = ["arm", "runs", "step", "not finite", "of which exploded before"]
-    return f"{legend}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
@@ -136,17 +134,14 @@ def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
         "By seed: the step of explosion, or what became of the run, and the step at which a value "
         "was not finite."
     )
-    rows = [[str(seed), *(_first_steps(outcome, seed) for outcome in found)] for seed in seeds]
-    table = markdown(["seed", *(outcome.arm.name for outcome in found)], rows)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
-
-
-def _first_steps(outcome: ArmOutcome, seed: int) -> str:
-    return _end(outcome, seed) if seed in outcome.records else "no run"
+    rows = [[str(seed), *(_end(outcome, seed) for outcome in found)] for seed in seeds]
+    return with_legend(legend, ["seed", *(outcome.arm.name for outcome in found)], rows)
 
 
 def _end(outcome: ArmOutcome, seed: int) -> str:
     """Returns the step of the explosion, else the step that was not finite, else the outcome."""
+    if seed not in outcome.records:
+        return _NO_RUN
     record, word = outcome.records[seed], outcome.words[seed]
     if record.explosion is not None:
         return f"{record.explosion:,}"
@@ -169,7 +164,7 @@ def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
 
 def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     if len(seeds) <= _SEEDS_LISTED:
-        return _by_seed({seed: _end(outcome, seed) for seed in outcome.records}, seeds)
+        return _BETWEEN.join(_end(outcome, seed) for seed in seeds)
     steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
     counts = collections.Counter(outcome.words.values())
     parts = [f"{min(steps):,} to {max(steps):,}"] if steps else []
@@ -212,7 +207,7 @@ def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
-    return _BETWEEN.join(texts.get(seed, "no run") for seed in seeds)
+    return _BETWEEN.join(texts.get(seed, _NO_RUN) for seed in seeds)
 
 
 def score_table(
@@ -290,8 +285,7 @@ def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
         [record.arm.title, str(record.seed), *(_extreme(record, name) for name in _ACROSS_STEPS)]
         for record in recorded
     ]
-    table = markdown(["arm", "seed", *_ACROSS_STEPS.values()], rows)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+    return with_legend(legend, ["arm", "seed", *_ACROSS_STEPS.values()], rows)
 
 
 def _extreme(record: ArmRecord, name: str) -> str:

@@ -5,7 +5,6 @@ The rules are in `diagnostics.rules`, the other two kinds of warning in `runs.in
 
 import collections
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, 
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
 from lowprec_attn.runs.instability.spikes import Divergence, Spike, Spikes
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import with_legend
 
 
 class Tally(NamedTuple):
@@ -155,7 +154,7 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
         "false",
         "in which arms",
     ]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _readings() -> Iterator[Reading]:
@@ -235,7 +234,7 @@ def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     header = ["experiment", "exploded, spike before", "spike or divergence before"]
     header += ["not finite, spike before", "spike or divergence before"]
     header += ["held, spike", "held, divergence"]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:
