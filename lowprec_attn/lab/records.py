@@ -177,14 +177,21 @@ def text_lengths(directory: Path) -> dict[str, int]:
     Raises:
       RecordError: the file is damaged.
     """
-    for place in (directory.absolute(), *directory.absolute().parents):
-        path = place / "texts.toml"
-        if path.is_file():
-            try:
-                return tomllib.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise RecordError(f"{path} is not TOML: {error}") from error
-    return {}
+    places = (directory.absolute(), *directory.absolute().parents)
+    paths = [place / "texts.toml" for place in places]
+    return read_toml(next((path for path in paths if path.is_file()), paths[0]))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a TOML file beside records; empty if there is no file.
+
+    Raises:
+      RecordError: the file is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise RecordError(f"{path} is not TOML: {error}") from error
 
 
 def tokens_read(records: Iterable[ArmRecord]) -> str:

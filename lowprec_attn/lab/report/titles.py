@@ -1,12 +1,11 @@
 """Chooses titles in plain words for the panels of a figure."""
 
 import textwrap
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 from lowprec_attn.lab.experiment import PANEL_WIDTH, Arm
-from lowprec_attn.lab.records import RecordError
+from lowprec_attn.lab.records import read_toml
 
 
 def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
@@ -19,12 +18,6 @@ def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
     Raises:
       RecordError: the file is not TOML.
     """
-    path = directory / "titles.toml"
     words = {arm.name: arm.overrides.get("name") or arm.name.replace("_", " ") for arm in arms}
     titles = {name: textwrap.fill(text, PANEL_WIDTH) for name, text in words.items()}
-    if path.is_file():
-        try:
-            titles |= tomllib.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecordError(f"{path} is not TOML: {error}") from error
-    return titles
+    return titles | read_toml(directory / "titles.toml")
