@@ -76,7 +76,7 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
                     return step
         return None
 
-    return Reading(label or _label(rule), first, lambda record: is_recorded(record, rule))
+    return Reading(label or _label(rule), first, lambda record: rule.is_recorded(record.signals))
 
 
 def _label(rule: Rule) -> str:
@@ -90,12 +90,6 @@ def of_gradient_norm() -> Reading:
         lambda record: first_rise(record.gradient_norms, record.warmup_steps),
         lambda record: bool(record.gradient_norms),
     )
-
-
-def is_recorded(record: ArmRecord, rule: Rule) -> bool:
-    """Whether the record holds a signal at which the rule looks."""
-    layers = (layer for layers in record.signals.values() for layer in layers)
-    return any(name in layer for layer in layers for name in rule.signals)
 
 
 def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import rules
-from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
+from lowprec_attn.diagnostics.rules import RULES, Alarm
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
@@ -180,19 +180,14 @@ def _missing(history: History) -> list[str]:
     elif len(history.signals) < _LEAST_DIAGNOSTICS:
         (step,) = history.signals
         found.append(f"signals were recorded at one step only, {step:,}")
-    elif not any(_measures(rule, history.signals) for rule in RULES):
+    elif not any(rule.is_recorded(history.signals) for rule in RULES):
         found.append("none of the signals that rules look at was recorded")
     return found
 
 
 def _unmeasured(signals: Mapping[int, Sequence[Layer]]) -> str:
-    lacking = [rule.name for rule in RULES if not _measures(rule, signals)]
+    lacking = [rule.name for rule in RULES if not rule.is_recorded(signals)]
     return f" (not applied, since not recorded: {', '.join(lacking)})" if lacking else ""
-
-
-def _measures(rule: Rule, signals: Mapping[int, Sequence[Layer]]) -> bool:
-    layers = (layer for layers in signals.values() for layer in layers)
-    return any(name in layer for layer in layers for name in rule.signals)
 
 
 def _silent(layer: Layer) -> list[Alarm]:
