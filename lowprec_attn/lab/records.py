@@ -13,6 +13,7 @@ from lowprec_attn.lab.archive import RecordError, StoredRun
 from lowprec_attn.lab.experiment import Arm, Trial
 from lowprec_attn.lab.report.mechanism import mechanism
 from lowprec_attn.runs.instability.explosion import (
+    RUNAWAY_HEADS,
     RUNAWAY_RULE,
     LargeHeads,
     RunawayRule,
@@ -162,6 +163,21 @@ def largest_scores(
         step: [_largest(layer["score_maximum"]) for layer in layers]
         for step, layers in signals.items()
     }
+
+
+def ran_away(records: Iterable[ArmRecord]) -> str:
+    """Returns how many of the judged runs ran away, as `2 of 3`; `–` if none was judged."""
+    judged = [large for record in records if (large := record.large_heads)]
+    return f"{sum(large.ran_away for large in judged)} of {len(judged)}" if judged else "–"
+
+
+def runaway(rules: Iterable[RunawayRule]) -> str:
+    """Says in words what the rules call a runaway."""
+    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in sorted(set(rules)))
+    return (
+        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
+        f"{limits}, or at the first recorded step after it"
+    )
 
 
 def _finite_or_not(column: Mapping[int, Any]) -> dict[int, float]:

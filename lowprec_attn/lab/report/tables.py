@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, ran_away, runaway
 from lowprec_attn.lab.report.mechanism import NEITHER
 from lowprec_attn.lab.report.outcomes import (
     GROWING_FACTOR,
@@ -20,9 +20,7 @@ from lowprec_attn.lab.report.outcomes import (
 from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
-    RUNAWAY_HEADS,
     SMOOTHED_STEPS,
-    RunawayRule,
 )
 from lowprec_attn.tables import markdown, with_legend
 
@@ -65,7 +63,8 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     told = {word for outcome in found for word in outcome.words.values()}
     explained = "".join(text for word, text in _EXPLAINED.items() if word in told)
     if judged:
-        explained += _runaway_legend({record.runaway_rule for record in everything})
+        meaning = runaway(record.runaway_rule for record in everything)
+        explained += f"{meaning}; in brackets how many have. "
     legend = (
         f"{listed}{order}. Mechanism: *A*, a row statistic is rounded; *B*, O or P̄V is rounded and "
         f"δ reads it; in brackets the points that do; {NEITHER}, neither. Explosion: the step from "
@@ -88,14 +87,6 @@ _EXPLAINED: dict[Word, str] = {
     "not finite": "*Not finite*: the run ended at a step that was withheld, since a loss, gradient "
     "or update was not finite. ",
 }
-
-
-def _runaway_legend(rules: set[RunawayRule]) -> str:
-    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in sorted(rules))
-    return (
-        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
-        f"{limits}, or at the first recorded step after it; in brackets how many have. "
-    )
 
 
 def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
@@ -174,15 +165,14 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    if len(seeds) > _SEEDS_LISTED:
+        return ran_away(outcome.records.values())
     found = {seed: record.large_heads for seed, record in outcome.records.items()}
-    if len(seeds) <= _SEEDS_LISTED:
-        texts = {
-            seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
-            for seed, large in found.items()
-        }
-        return _by_seed(texts, seeds)
-    judged = [large for large in found.values() if large]
-    return f"{sum(large.ran_away for large in judged)} of {len(judged)}" if judged else "–"
+    texts = {
+        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
+        for seed, large in found.items()
+    }
+    return _by_seed(texts, seeds)
 
 
 def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
