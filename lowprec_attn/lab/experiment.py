@@ -188,18 +188,15 @@ class Experiment:
     def fields(self, trial: Trial) -> Fields:
         """Returns all fields that are set for a run."""
         fields = {**self.shared, **trial.arm.overrides}
-        if trial.seed is not None:
-            fields["seed"] = str(trial.seed)
-        return {name: _of_seed(value, trial.seed) for name, value in fields.items()}
+        if trial.seed is None:
+            return fields
+        fields["seed"] = seed = str(trial.seed)
+        return {name: value.replace("{seed}", seed) for name, value in fields.items()}
 
     def arguments(self, trial: Trial) -> list[str]:
         """Returns the arguments of `train.py` for a run, without `--workdir`."""
         set_fields = (f"--config.{name}={value}" for name, value in self.fields(trial).items())
         return [f"--config={self.config}", *set_fields]
-
-
-def _of_seed(value: str, seed: int | None) -> str:
-    return value if seed is None else value.replace("{seed}", str(seed))
 
 
 def load(path: Path) -> Experiment:

@@ -43,7 +43,7 @@ def push(run_dir: RunDir, url: str) -> None:
     """
     try:
         target = _directory(url)
-        manifest = _newest_manifest(run_dir.checkpoints)
+        manifest = max(run_dir.checkpoints.glob("*.json"), default=None)
         if manifest is None:
             return
         content = _push_checkpoint(run_dir, manifest, target)
@@ -103,10 +103,6 @@ def _replace(path: Path, name: str, target: DirFileSystem) -> None:
     """Copies a file as `_put` does; if it is interrupted, the previous file remains."""
     _put(path, f"{name}.tmp", target)
     target.mv(f"{name}.tmp", name)
-
-
-def _newest_manifest(checkpoints: Path) -> Path | None:
-    return max(checkpoints.glob("*.json"), default=None)
 
 
 def _records(run_dir: RunDir) -> list[Path]:

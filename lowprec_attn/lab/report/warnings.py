@@ -36,11 +36,6 @@ class Tally(NamedTuple):
     not_finite: int = 0
     not_finite_missed: int = 0
 
-    @property
-    def median_lead(self) -> float | None:
-        """The median lead in steps; None if no run exploded after an alarm."""
-        return statistics.median(self.leads) if self.leads else None
-
 
 Found = Callable[[Signals], Sequence[Alarm]]
 """`rules.alarms`, or `rules.met`, which includes rules that are met without a warning."""
@@ -81,15 +76,6 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
 
 def _label(rule: Rule) -> str:
     return f"{rule.name} ≥ {rule.threshold:g}"
-
-
-def of_gradient_norm() -> Reading:
-    """Returns the reading of `runs.instability.gradient_norm` on a record's norms, every tenth."""
-    return Reading(
-        f"gradient's norm ≥ {RISE:g} × its least",
-        lambda record: first_rise(record.gradient_norms, record.warmup_steps),
-        lambda record: bool(record.gradient_norms),
-    )
 
 
 def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
@@ -159,14 +145,20 @@ def _readings() -> Iterator[Reading]:
         else:
             yield of_rule(rule, met, f"({label})")
             yield of_rule(rule, alarms, f"{label}, with {rule.only_with}")
-    yield of_gradient_norm()
+    yield Reading(
+        f"gradient's norm ≥ {RISE:g} × its least",
+        lambda record: first_rise(record.gradient_norms, record.warmup_steps),
+        lambda record: bool(record.gradient_norms),
+    )
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
     counts = tally(records, reading)
     held = [record for record in records if record.held]
     arms = collections.Counter(r.arm.name for r in held if reading.first(r) is not None)
-    lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
+    lead = "–"
+    if counts.leads:
+        lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"
     return [
         f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
         lead,
