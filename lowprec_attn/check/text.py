@@ -162,10 +162,12 @@ def effects(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def cures(report: Report) -> list[tuple[str, ...]]:
-    """Returns the table of what each cure leaves, the best cure first, with its header."""
+def _cures(report: Report) -> Iterator[str]:
+    """Yields the table of what each cure leaves, the best cure first, and what to call for it."""
+    if not report.cures:
+        return
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    return [
+    rows = [
         ("with another δ", "row sum of dS", "error of W_Q's gradient", ""),
         *(
             (
@@ -177,18 +179,12 @@ def cures(report: Report) -> list[tuple[str, ...]]:
             for name, e in by_sum
         ),
     ]
-
-
-def _cures(report: Report) -> Iterator[str]:
-    if not report.cures:
-        return
-    by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    good = [name for name, e in by_sum if e.row_sum <= report.allowed]
     yield ""
-    yield from columns(cures(report), "<>><", "  ").splitlines()
+    yield from columns(rows, "<>><", "  ").splitlines()
     yield ""
-    if good:
-        yield from _actions(report.setting.names, good[0])
+    best, effect = by_sum[0]
+    if effect.row_sum <= report.allowed:
+        yield from _actions(report.setting.names, best)
 
 
 def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
