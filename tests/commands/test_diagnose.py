@@ -945,7 +945,7 @@ ZEROS = np.zeros((1, 32, 2, HEAD_SIZE))
     ],
 )  # fmt: skip
 def test_lookalikes_are_named(arrays, product, kinds, words):
-    findings = lookalikes(arrays, product)
+    findings = list(lookalikes(arrays, product))
     assert [finding.kind for finding in findings] == kinds
     for word in words:
         assert word in findings[0].sentence

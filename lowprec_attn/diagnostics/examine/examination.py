@@ -78,7 +78,7 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
         return Examination(layer, {}, tuple(lookalikes(arrays)), bad)
     measured_as = functools.partial(measure, _without(layer, bad))
     measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in chosen}
-    findings = lookalikes(arrays, _largest_product(layer, measured.values()))
+    findings = list(lookalikes(arrays, _largest_product(layer, measured.values())))
     judged = verdict.judge(measured, layer.rows)
     if not findings or judged[0].kind != "none":
         findings += judged
