@@ -1,7 +1,7 @@
 """Reads the layers of a user's npz or safetensors file; never unpickles."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,14 +189,13 @@ def _soft_cap(facts: dict[str, np.ndarray], scale: float) -> float | None:
     return validation.soft_cap(value, scale) if value else None
 
 
-def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
-    """Returns a note on the arguments that the call had and the file does not hold."""
-    ignored = facts.get("ignored", np.array([]))
-    said = (
-        f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as if "
-        "there were none; --causal, if that is what a mask does"
-    )
-    return [said] if ignored.size else []
+def _not_kept(facts: dict[str, np.ndarray]) -> Iterator[str]:
+    """Yields a note on the arguments that the call had and the file does not hold."""
+    if "ignored" in facts and facts["ignored"].size:
+        yield (
+            f"{', '.join(map(str, facts['ignored'].ravel()))} of the call was not kept: rows are "
+            "judged as if there were none; --causal, if that is what a mask does"
+        )
 
 
 def _read(path: Path) -> dict[str, _Found]:
@@ -367,18 +366,16 @@ def _as_floats(name: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _conversions(found: dict[str, np.ndarray]) -> list[str]:
+def _conversions(found: dict[str, np.ndarray]) -> Iterator[str]:
     raw = [name for name, array in found.items() if _is_unnamed_bfloat16(array)]
     double = [name for name, array in found.items() if array.dtype == np.float64]
-    notes = []
     if raw:
-        notes.append(
+        yield (
             f"{', '.join(raw)}: two-byte values without a type (|V2) read as bfloat16, "
             "which npz files have no name for"
         )
     if double:
-        notes.append(f"{', '.join(double)}: float64 converted to float32")
-    return notes
+        yield f"{', '.join(double)}: float64 converted to float32"
 
 
 def _is_unnamed_bfloat16(array: np.ndarray) -> bool:

@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import verdict
@@ -121,7 +121,7 @@ def _largest(examined: Sequence[Examination]) -> str:
     return said.removeprefix("nothing found: ")
 
 
-def first_not_finite(examined: Iterable[Examination]) -> list[str]:
+def first_not_finite(examined: Sequence[Examination]) -> Iterator[str]:
     """Says in which layer of a model NaN and infinity stand first.
 
     A single layer gets no sentence, because its verdict already says it.
@@ -129,26 +129,23 @@ def first_not_finite(examined: Iterable[Examination]) -> list[str]:
     Args:
       examined: layers in their order in the model.
     """
-    found = list(examined)
-    layers = [one.layer for one in found]
-    bad = [(one.layer, [name for name in one.not_finite if name != "do"]) for one in found]
+    layers = [one.layer for one in examined]
+    bad = [(one.layer, [name for name in one.not_finite if name != "do"]) for one in examined]
     forward = [(layer, names) for layer, names in bad if names]
-    backward = [one.layer for one in found if "do" in one.not_finite]
-    if len(found) < 2:
-        return []
-    lines = []
+    backward = [one.layer for one in examined if "do" in one.not_finite]
+    if len(layers) < 2:
+        return
     if forward:
         layer, names = forward[0]
-        lines.append(
+        yield (
             f"NaN or infinity stands first in {title(layer, layers)} ({', '.join(names)}) of "
             f"{len(forward)} layers that hold any: look there before the others."
         )
     if backward:
-        lines.append(
+        yield (
             f"Of dO, whose way is backwards, it stands first in {title(backward[-1], layers)}, of "
             f"{len(backward)} layers."
         )
-    return lines
 
 
 def worths(examined: Iterable[Examination]) -> list[tuple[str, str]]:
@@ -231,19 +228,18 @@ def _steps(arithmetics: Sequence[Arithmetic]) -> str:
     return f"softmax in steps of {next(iter(labels.values()))} keys"
 
 
-def _notes(layer: Layer) -> list[str]:
-    notes = list(layer.notes)
+def _notes(layer: Layer) -> Iterator[str]:
+    yield from layer.notes
     length, keys = layer.q.shape[1], layer.k.shape[1]
     if layer.is_causal and length != keys:
-        notes.append(
+        yield (
             f"causal with {length} queries and {keys} keys: query t sees the keys 0 to t; "
             "use --full if that is not meant"
         )
     if layer.do is None:
-        notes.append("there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped")
+        yield "there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped"
     elif layer.x is None:
-        notes.append(
+        yield (
             "δ share is of dQ: without x, the input of W_Q, its gradient is not known; the rule "
             "was set on that of W_Q"
         )
-    return notes
