@@ -144,18 +144,16 @@ def run(args: argparse.Namespace) -> int:
                 "need --numerics NAME"
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
+
+    def asked(layer: Layer) -> Sequence[Arithmetic]:
+        return [] if args.numerics is None and layer.own is not None else arithmetics
+
     for layer in layers:
-        for arithmetic in arithmetics if args.numerics is not None or layer.own is None else ():
+        for arithmetic in asked(layer):
             if (refused := refusal(layer, arithmetic)) is not None:
                 raise DiagnoseError(f"{layer.source}: no attention has {refused}; give other "
                                     "--numerics")  # fmt: skip
-    by_source = [
-        [
-            examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
-            for layer in of_source
-        ]
-        for of_source in loaded
-    ]
+    by_source = [[examine(layer, asked(layer)) for layer in of_source] for of_source in loaded]
     series = _series(args, by_source)
     examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
