@@ -18,7 +18,7 @@ Exit codes: 0 no warning; 3 a warning; 1 an unusable file or option.
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ def _check_options(args: argparse.Namespace) -> None:
     require_outputs({"--json": args.json, "--html": args.html}, reads)
 
 
-def _wrapped(lines: Sequence[str]) -> str:
+def _wrapped(lines: Iterable[str]) -> str:
     """Wraps sentences at 100 columns without breaking the names of files and layers."""
     return "\n".join(
         part
@@ -273,23 +273,21 @@ def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int)
     return "\n".join([*lines, "", *wording.LEGEND] if shown else ["no layer could be measured"])
 
 
-def _verdicts(examined: Sequence[Examination]) -> list[str]:
-    lines = []
+def _verdicts(examined: Sequence[Examination]) -> Iterator[str]:
     for name, (first, *others) in wording.verdicts(examined):
-        lines.append(f"Verdict{f' for {name}' if name else ''}: {first}")
-        lines += [f"  also: {other}" for other in others]
-    lines += wording.others(examined)
+        yield f"Verdict{f' for {name}' if name else ''}: {first}"
+        yield from (f"  also: {other}" for other in others)
+    yield from wording.others(examined)
     for kind, texts in wording.actions(examined):
-        lines += ["", f"What to do about {kind}:"]
+        yield ""
+        yield f"What to do about {kind}:"
         for label, text in texts:
-            lines += textwrap.wrap(f"{label:<9}{text}", 100, initial_indent="  ",
+            yield from textwrap.wrap(f"{label:<9}{text}", 100, initial_indent="  ",
                                    subsequent_indent=" " * 11)  # fmt: skip
     worths = wording.worths(examined)
-    return [
-        *lines,
-        *([""] if worths else []),
-        *(f"In the lab, {k}: {worth}" for k, worth in worths),
-    ]
+    if worths:
+        yield ""
+    yield from (f"In the lab, {k}: {worth}" for k, worth in worths)
 
 
 def _trend(series: Series) -> list[str]:

@@ -21,24 +21,22 @@ LEGEND = (
 )
 
 
-def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> list[str]:
-    """Returns lines on what was read, the keys per softmax step, and the notes of the layers."""
-    lines = []
+def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> Iterator[str]:
+    """Yields lines on what was read, the keys per softmax step, and the notes of the layers."""
     for source, of_source in itertools.groupby(layers, key=lambda layer: layer.source):
         alike = collections.Counter(_shape(layer) for layer in of_source)
         for shape, count in alike.items():
             many = f"{count} layers, each " if count > 1 else ""
-            lines.append(f"{source}: {many}{shape}")
+            yield f"{source}: {many}{shape}"
     if arithmetics:
-        lines.append(_steps(arithmetics))
+        yield _steps(arithmetics)
     notes: dict[str, list[str]] = {}
     for layer in layers:
         for note in _notes(layer):
             notes.setdefault(note, []).append(title(layer, layers))
     for note, names in notes.items():
         some = f"{', '.join(names)}: " if len(names) < len(layers) else ""
-        lines.append(f"note: {some}{note}")
-    return lines
+        yield f"note: {some}{note}"
 
 
 def title(layer: Layer, layers: Sequence[Layer]) -> str:
@@ -78,14 +76,13 @@ def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def others(examined: Sequence[Examination]) -> list[str]:
-    """Returns one sentence on the layers that show nothing; an empty list without such layers."""
+def others(examined: Sequence[Examination]) -> Iterator[str]:
+    """Yields one sentence on the layers that show nothing, if there are such layers."""
     count = sum(one.findings[0].kind == "none" for one in examined)
-    if not count:
-        return []
     if count == len(examined):
-        return ["Verdict: nothing found."]
-    return [f"Verdict for the {many(count, 'other layer')}: nothing found."]
+        yield "Verdict: nothing found."
+    elif count:
+        yield f"Verdict for the {many(count, 'other layer')}: nothing found."
 
 
 def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, str]]]]:
