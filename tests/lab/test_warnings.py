@@ -9,7 +9,7 @@ from records.arms import arm_record
 from lowprec_attn.diagnostics.rules import RULES, alarms, met
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.report import warnings
-from lowprec_attn.runs.instability.gradient_norm import GradientNormWatch, first_rise
+from lowprec_attn.runs.instability.gradient_norm import first_rise
 
 SCORES = next(rule for rule in RULES if rule.name == "scores")
 DELTA = next(rule for rule in RULES if rule.name == "delta")
@@ -146,10 +146,6 @@ def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
 def test_a_gradients_norm_rises_where_its_median_leaves_its_least(norms, risen):
     by_step = {10 * i: norm for i, norm in enumerate(norms)}
     assert first_rise(by_step, 300) == risen
-    watch = GradientNormWatch(300)
-    for step, norm in by_step.items():
-        watch.add(step, norm)
-    assert watch.risen == risen
 
 
 def test_the_gradients_norm_is_a_row_of_the_table_of_warnings():
