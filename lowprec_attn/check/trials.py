@@ -65,7 +65,11 @@ class Trials:
         }
         sized = options | {"tokens": target.tokens}
         self.core = [self.run(p) for p in self._set(problems.core(dtype, **sized))]
-        self._require_one()
+        if all(trial.found is None for trial in self.core):
+            first = self.core[0]
+            raise TargetError(
+                f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: {first.refusal}"
+            )
         extremes = self._set(problems.extremes(dtype, **sized))
         self.features = self._features(problems.features(dtype, **options), options)
         self.extremes = [self.run(p) for p in extremes]
@@ -92,14 +96,6 @@ class Trials:
 
     def _set(self, made: Sequence[Problem]) -> list[Problem]:
         return [self.target.setting.applied(p, self._seed) for p in made]
-
-    def _require_one(self) -> None:
-        if all(trial.found is None for trial in self.core):
-            first = self.core[0]
-            raise TargetError(
-                f"{self.target.name} refuses {first.problem.q.shape} (BTNH) {self.dtype}: "
-                f"{first.refusal}"
-            )
 
     def _can(self) -> frozenset[str]:
         """Returns the target's abilities, including `lse` if its core results have an lse."""
