@@ -85,9 +85,23 @@ def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
             )
 
 
-def same_file(path: Path, other: Path) -> bool:
-    """Whether two paths name one file, which need not exist yet."""
-    return path.resolve() == other.resolve()
+def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path] = ()) -> None:
+    """Checks the files that a command's options name, as `require_output` does.
+
+    Args:
+      options: the file of each option, or None.
+      reads: as in `require_output`.
+
+    Raises:
+      DiskError: a file has no directory or cannot be written, or two options name the same file.
+    """
+    given = {option: path for option, path in options.items() if path is not None}
+    for option, path in given.items():
+        if not path.absolute().parent.is_dir():
+            raise DiskError(f"{option} {path}: there is no directory {path.parent}")
+        require_output(path, reads)
+    if len({path.resolve() for path in given.values()}) < len(given):
+        raise DiskError(f"{' and '.join(given)} both name {path}; give two files")
 
 
 def _require_file_or_nothing(path: Path) -> None:

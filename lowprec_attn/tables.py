@@ -1,10 +1,15 @@
-"""Text tables: aligned columns for a terminal, and Markdown."""
+"""Text tables, aligned for a terminal or in Markdown, and wrapped text."""
 
+import functools
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
 _SIDES = {"<": "left", ">": "right"}
+
+wrapped = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+"""Returns the lines of a text, as `textwrap.wrap` does, but breaks no name of a file or layer."""
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> str:
@@ -44,3 +49,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
       | probe | 1,200  |
     """
     return tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n"
+
+
+def with_legend(legend: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table below its legend, which is wrapped at 100 columns."""
+    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"

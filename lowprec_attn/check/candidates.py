@@ -124,7 +124,8 @@ class Emulation:
 
     def __init__(self, problems: Sequence[Problem], dtype: str) -> None:
         self.problems, self.dtype = problems, dtype
-        self._arrays = [_side_by_side(x) for x in zip(*(p.arrays for p in problems), strict=True)]
+        arrays = zip(*(p.arrays for p in problems), strict=True)
+        self._arrays = [np.concatenate(x, axis=2) for x in arrays]
         maskings = [p.masking for p in problems]
         self._extras = {
             name: np.concatenate([getattr(m, name) for m in maskings], axis)
@@ -211,10 +212,6 @@ class Emulation:
             return x
         _, rows, heads, size = x.shape
         return np.moveaxis(x.reshape(rows, count, heads // count, size), 1, 0)
-
-
-def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays, axis=2)
 
 
 @contextlib.contextmanager

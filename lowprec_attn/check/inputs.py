@@ -34,8 +34,7 @@ def drawn(kind: str, score: float, shape: tuple[int, int, int], seed: int) -> Ar
         of = np.random.default_rng(seed + 1).integers(_DIRECTIONS, size=(2, tokens))
         q, k = (directions[of[i]][None] + _SPREAD * x for i, x in enumerate((q, k)))
         v = 1 + _SPREAD * v
-    factor = np.sqrt(score / largest_scores(q, k, size**-0.5).max())
-    return q * factor, k * factor, v, do
+    return _to_score(q, k, v, do, score)
 
 
 def normal(

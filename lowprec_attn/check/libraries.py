@@ -13,7 +13,6 @@ import jax
 
 from lowprec_attn import attention
 from lowprec_attn.check.calls import Function, TargetError
-from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Target
 from lowprec_attn.numerics import get_preset
 
@@ -97,15 +96,9 @@ def splash(choice: str, _: Options) -> Target:
     if jax.default_backend() != "tpu":
         notes.append("interpreted by Pallas: this is no TPU")
     keywords = {"causal": "is_causal", "scale": "scale", "window": "window", "soft_cap": "soft_cap"}
-    return _target(
-        splash_attention,
-        None,
-        keywords,
-        cannot=("groups", "scale"),
-        notes=notes,
-        tokens=256,
-        head_size=128,
-    )
+    target = _target(splash_attention, None, keywords, notes=notes)
+    can = target.can - {"groups", "scale"}
+    return dataclasses.replace(target, can=can, tokens=256, head_size=128)
 
 
 def splash_attention(
@@ -260,10 +253,7 @@ def _target(
     module: str | None,
     keywords: Mapping[str, str],
     framework: str = "jax",
-    cannot: Iterable[str] = (),
     notes: Iterable[str] = (),
-    tokens: int = TOKENS,
-    head_size: int = HEAD_SIZE,
     layout: str | None = None,
     **options: Any,
 ) -> Target:
@@ -283,15 +273,12 @@ def _target(
         keywords=keywords,
         options={n: value for n, value in options.items() if value is not None},
     )
-    can = {"causal", "full", "groups", "lengths", *keywords} - {*cannot}
     return Target(
         name=name,
         call=called.caller(),
         script=called.script,
-        can=frozenset(can),
+        can=frozenset({"causal", "full", "groups", "lengths", *keywords}),
         notes=tuple(notes),
-        tokens=tokens,
-        head_size=head_size,
     )
 
 

@@ -20,7 +20,6 @@ from lowprec_attn.check.problems import Problem, products
 
 RESULTS = ("o", "dq", "dk", "dv")  # what every kernel returns
 EVERY = (*RESULTS, "lse", "dsinks", "dbias")
-GRADIENTS = ("dq", "dk", "dv")
 WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"} | {
     name: name for name in ("dsinks", "dbias")
 }

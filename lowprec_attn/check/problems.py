@@ -7,7 +7,7 @@ so that the float64 reference sees the same values as the kernel.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -253,15 +253,31 @@ def padded(problem: Problem, multiple: int) -> Problem:
     return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse, masking=seen)
 
 
-def sequence(problem: Problem, index: int) -> Problem:
-    """Returns a problem that consists of one sequence of the batch."""
-    one = slice(index, index + 1)
-    q, k, v, do = (x[one] for x in problem.arrays)
-    dlse = None if problem.dlse is None else problem.dlse[one]
-    mask = problem.masking.mask
-    if mask is not None and len(mask) > 1:
-        problem = problem.masked(mask=mask[one])
-    return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse)
+def part_of(
+    problem: Problem,
+    *,
+    batch: slice = slice(None),
+    heads: slice | np.ndarray = slice(None),
+    kv: slice = slice(None),
+    rows: slice = slice(None),
+    keys: slice = slice(None),
+) -> Problem:
+    """Returns the problem of some sequences, query heads, key heads, rows and keys alone."""
+    q, do = (x[batch, rows][:, :, heads] for x in (problem.q, problem.do))
+    k, v = (x[batch, keys][:, :, kv] for x in (problem.k, problem.v))
+    masking = problem.masking
+    if masking.mask is not None:
+        mask = np.broadcast_to(masking.mask, (problem.q.shape[0], *masking.mask.shape[1:]))
+        masking = dataclasses.replace(masking, mask=mask[batch, :, rows][..., keys])
+    if masking.bias is not None:
+        masking = dataclasses.replace(masking, bias=masking.bias[:, heads, rows][..., keys])
+    if masking.sinks is not None:
+        masking = dataclasses.replace(masking, sinks=masking.sinks[heads])
+    if np.asarray(masking.query_offset).item():
+        masking = dataclasses.replace(masking, query_offset=k.shape[1] - q.shape[1])
+    dlse = None if problem.dlse is None else problem.dlse[batch, rows][:, :, heads]
+    smaller = problem.replace(q=q, k=k, v=v, do=do, masking=masking, dlse=dlse)
+    return smaller if masking.window is None else seeing(smaller)
 
 
 def formed(
@@ -281,8 +297,3 @@ def _masked(problem: Problem, seen: np.ndarray) -> Problem:
     """Adds a mask [#T, S]."""
     mask = np.broadcast_to(seen, (problem.q.shape[1], problem.k.shape[1]))[None, None]
     return seeing(problem.masked(mask=mask).replace(needs=problem.needs | {"mask"}))
-
-
-def served(problems: list[Problem], can: frozenset[str]) -> Iterator[Problem]:
-    """Returns the problems that need only what a kernel can do."""
-    return (problem for problem in problems if problem.needs <= can)

@@ -3,7 +3,6 @@
 The script runs without this package.
 """
 
-import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import numpy as np
 
 from lowprec_attn.check import calls
 from lowprec_attn.check.measure import as_given, exact
-from lowprec_attn.check.problems import Problem, seeing
+from lowprec_attn.check.problems import Problem, part_of
 from lowprec_attn.check.target import Target
 from lowprec_attn.files import write_atomically, writing
 
@@ -51,53 +50,27 @@ def _smaller(problem: Problem) -> Iterator[Problem]:
     group = heads // kv_heads
     if batch > 1:
         for b in range(batch):
-            yield _cut(problem, batch=slice(b, b + 1))
+            yield part_of(problem, batch=slice(b, b + 1))
     if kv_heads > 1:
         for i in range(kv_heads):
-            yield _cut(problem, heads=slice(i * group, (i + 1) * group), kv=slice(i, i + 1))
+            yield part_of(problem, heads=slice(i * group, (i + 1) * group), kv=slice(i, i + 1))
     if group > 2:
-        yield _cut(problem, heads=np.arange(heads).reshape(kv_heads, group)[:, :2].ravel())
+        yield part_of(problem, heads=np.arange(heads).reshape(kv_heads, group)[:, :2].ravel())
     for part in (2, 4, 8):
         less = max(1, rows // part) if part == 2 else max(1, rows - rows // part)
         if less == rows:
             continue
         for cut in (slice(less), slice(rows - less, rows)):
             if rows == keys:
-                yield _cut(problem, rows=cut, keys=cut)
+                yield part_of(problem, rows=cut, keys=cut)
             else:
-                yield _cut(problem, rows=cut)
+                yield part_of(problem, rows=cut)
         if rows != keys:
             less = max(1, keys // part) if part == 2 else max(1, keys - keys // part)
-            yield _cut(problem, keys=slice(less))
-            yield _cut(problem, keys=slice(keys - less, keys))
+            yield part_of(problem, keys=slice(less))
+            yield part_of(problem, keys=slice(keys - less, keys))
     if rows == keys and rows > 1:
-        yield _cut(problem, rows=slice(rows - 1), keys=slice(rows - 1))
-
-
-def _cut(
-    problem: Problem,
-    *,
-    batch: slice = slice(None),
-    heads: slice | np.ndarray = slice(None),
-    kv: slice = slice(None),
-    rows: slice = slice(None),
-    keys: slice = slice(None),
-) -> Problem:
-    q, do = (x[batch, rows][:, :, heads] for x in (problem.q, problem.do))
-    k, v = (x[batch, keys][:, :, kv] for x in (problem.k, problem.v))
-    masking = problem.masking
-    if masking.mask is not None:
-        mask = np.broadcast_to(masking.mask, (problem.q.shape[0], *masking.mask.shape[1:]))
-        masking = dataclasses.replace(masking, mask=mask[batch, :, rows][..., keys])
-    if masking.bias is not None:
-        masking = dataclasses.replace(masking, bias=masking.bias[:, heads, rows][..., keys])
-    if masking.sinks is not None:
-        masking = dataclasses.replace(masking, sinks=masking.sinks[heads])
-    if np.asarray(masking.query_offset).item():
-        masking = dataclasses.replace(masking, query_offset=k.shape[1] - q.shape[1])
-    dlse = None if problem.dlse is None else problem.dlse[batch, rows][:, :, heads]
-    smaller = problem.replace(q=q, k=k, v=v, do=do, masking=masking, dlse=dlse)
-    return smaller if masking.window is None else seeing(smaller)
+        yield part_of(problem, rows=slice(rows - 1), keys=slice(rows - 1))
 
 
 def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Path, Path]:

@@ -1,7 +1,6 @@
 """Writes a report as text for a terminal of 100 columns, as JSON, or as a web page."""
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from lowprec_attn.counts import many
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
-from lowprec_attn.tables import columns
+from lowprec_attn.tables import columns, wrapped
 
 WIDTH = 100
 
@@ -163,10 +162,12 @@ def effects(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def cures(report: Report) -> list[tuple[str, ...]]:
-    """Returns the table of what each cure leaves, the best cure first, with its header."""
+def _cures(report: Report) -> Iterator[str]:
+    """Yields the table of what each cure leaves, the best cure first, and what to call for it."""
+    if not report.cures:
+        return
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    return [
+    rows = [
         ("with another δ", "row sum of dS", "error of W_Q's gradient", ""),
         *(
             (
@@ -178,18 +179,12 @@ def cures(report: Report) -> list[tuple[str, ...]]:
             for name, e in by_sum
         ),
     ]
-
-
-def _cures(report: Report) -> Iterator[str]:
-    if not report.cures:
-        return
-    by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    good = [name for name, e in by_sum if e.row_sum <= report.allowed]
     yield ""
-    yield from columns(cures(report), "<>><", "  ").splitlines()
+    yield from columns(rows, "<>><", "  ").splitlines()
     yield ""
-    if good:
-        yield from _actions(report.setting.names, good[0])
+    best, effect = by_sum[0]
+    if effect.row_sum <= report.allowed:
+        yield from _actions(report.setting.names, best)
 
 
 def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
@@ -217,14 +212,7 @@ def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
 
 def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
     begin = text[: len(text) - len(text.lstrip())]
-    return textwrap.wrap(
-        text.lstrip(),
-        WIDTH,
-        initial_indent=begin,
-        subsequent_indent=begin + indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(text, WIDTH, subsequent_indent=begin + indent)
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -68,7 +68,11 @@ class Trials:
         }
         sized = options | {"tokens": target.tokens}
         self.core = [self.run(p) for p in self._set(problems.core(dtype, **sized))]
-        self._require_one()
+        if all(trial.found is None for trial in self.core):
+            first = self.core[0]
+            raise TargetError(
+                f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: {first.refusal}"
+            )
         extremes = self._set(problems.extremes(dtype, **sized))
         self.features = self._features(problems.features(dtype, **options), options)
         self.extremes = [self.run(p) for p in extremes]
@@ -98,14 +102,6 @@ class Trials:
     def _set(self, made: Sequence[Problem]) -> list[Problem]:
         return [self.target.setting.applied(p, self._seed) for p in made]
 
-    def _require_one(self) -> None:
-        if all(trial.found is None for trial in self.core):
-            first = self.core[0]
-            raise TargetError(
-                f"{self.target.name} refuses {first.problem.q.shape} (BTNH) {self.dtype}: "
-                f"{first.refusal}"
-            )
-
     def _can(self) -> frozenset[str]:
         """Returns the target's abilities, including `lse` if its core results have an lse."""
         can = self.target.can
@@ -122,7 +118,7 @@ class Trials:
         can = self._can()
         self.not_tried = tuple(p.name for p in made if not p.needs <= can)
         runs = []
-        for problem in self._set(list(problems.served(made, can))):
+        for problem in self._set([p for p in made if p.needs <= can]):
             masking = problem.masking
             has_positions = masking.is_causal or masking.window is not None
             is_free = "lengths" in problem.needs and has_positions

@@ -51,16 +51,13 @@ def check(
     bugs = cases.with_dependences(dependences.bugs)
     arithmetic = _arithmetic(trials.core, limits)
     exacts = [trial.exact for trial in trials.core]
-    effects = training.effects(
-        [trial.problem for trial in trials.core], exacts, [trial.found for trial in trials.core]
-    )
+    found = [trial.found for trial in trials.core]
+    effects = training.effects(emulation.problems, exacts, found)
     spoilt = any(set(bug.results) & {"o", "dq"} for bug in bugs)
-    risks, notes = (
-        [*limits.risks, *dependences.risks, *cases.risks],
-        [*trials.notes, *dependences.notes],
-    )
+    risks = [*limits.risks, *dependences.risks, *cases.risks]
+    notes = [*trials.notes, *dependences.notes]
     cures: Mapping[str, training.Effect] = {}
-    allowed = training.allowed([trial.problem for trial in trials.core], exacts)
+    allowed = training.allowed(emulation.problems, exacts)
     if not spoilt and arithmetic is not None:
         numerics = arithmetic.match.candidate.numerics
         if training.row_sum(effects) > allowed:

@@ -16,7 +16,7 @@ from lowprec_attn.check.measure import (
 )
 from lowprec_attn.check.measure import exact as exact_of
 from lowprec_attn.check.measure import slope as slope_of
-from lowprec_attn.check.problems import Problem, products, scores, sequence
+from lowprec_attn.check.problems import Problem, part_of, products, scores
 
 _TILES = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LSE_ROUNDED = "lse is rounded to "  # no bug, but a risk
@@ -295,7 +295,7 @@ def _batches(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
         summed = [n for n in ("dsinks", "dbias") if n in exact.found]
         for index, which in ((0, "first"), (count - 1, "last")) if summed else ():
             words = f"{{}} is that of the {which} sequence alone, not the sum over the batch"
-            alone = exact_of(sequence(problem, index)).found
+            alone = exact_of(part_of(problem, batch=slice(index, index + 1))).found
             yield words, {n: alone[n] for n in summed}
         words = "{} is the mean over the sequences, not their sum"
         yield words, {n: exact.found[n] / count for n in summed}

@@ -9,13 +9,14 @@ Exit codes: 0 right; 3 a risk; 4 a bug; 1 an unusable target or option.
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 from lowprec_attn import check
 from lowprec_attn.check.problems import DTYPES
 from lowprec_attn.check.targets import KNOWN
-from lowprec_attn.files import require_output, same_file, writing
+from lowprec_attn.files import require_outputs, writing
 
 EXIT_CODES = {"right": 0, "risk": 3, "bug": 4}
 
@@ -132,13 +133,7 @@ def _require_outputs(args: argparse.Namespace) -> None:
     """Checks that the outputs can be written and would not overwrite the target's own module."""
     file = getattr(sys.modules.get(args.target.partition(":")[0]), "__file__", None)
     reads = [] if file is None else [Path(file)]
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise check.TargetError(f"{option} {path}: there is no directory {path.parent}")
-        if path is not None:
-            require_output(path, reads)
-    if args.json is not None and args.html is not None and same_file(args.json, args.html):
-        raise check.TargetError(f"--json and --html both name {args.json}; give two files")
+    require_outputs({"--json": args.json, "--html": args.html}, reads)
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
 
@@ -155,20 +150,6 @@ def _options(args: argparse.Namespace) -> check.Options:
         if name in keywords:
             raise check.TargetError(f"--keyword {word}: {name} is {keywords[name]} already")
         keywords[name] = keyword
-    return check.Options(
-        framework=args.framework,
-        layout=args.layout,
-        causal=args.causal,
-        keywords=keywords,
-        scale=args.scale,
-        window=args.window,
-        soft_cap=args.soft_cap,
-        sinks=args.sinks,
-        bias=args.bias,
-        lse_gradient=args.lse_gradient,
-        groups=args.groups,
-        alignment=args.alignment,
-        **({} if args.numerics is None else {"numerics": args.numerics}),
-        tokens=args.tokens,
-        head_size=args.head_size,
-    )
+    names = {field.name for field in dataclasses.fields(check.Options)} - {"keywords"}
+    given = {name: x for name, x in vars(args).items() if name in names and x is not None}
+    return check.Options(keywords=keywords, **given)

@@ -18,7 +18,7 @@ Exit codes: 0 no warning; 3 a warning; 1 an unusable file or option.
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import require_output, same_file, write_json, writing
+from lowprec_attn.files import require_outputs, write_json, writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -49,7 +49,7 @@ from lowprec_attn.numerics import (
     get_preset,
     get_row_max,
 )
-from lowprec_attn.tables import columns
+from lowprec_attn.tables import columns, wrapped
 
 EXIT_FOUND = 3
 DEFAULT_NUMERICS = ("flash", "published")
@@ -153,18 +153,16 @@ def run(args: argparse.Namespace) -> int:
                 "need --numerics NAME"
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
+
+    def asked(layer: Layer) -> Sequence[Arithmetic]:
+        return [] if args.numerics is None and layer.own is not None else arithmetics
+
     for layer in layers:
-        for arithmetic in arithmetics if args.numerics is not None or layer.own is None else ():
+        for arithmetic in asked(layer):
             if (refused := refusal(layer, arithmetic)) is not None:
                 raise DiagnoseError(f"{layer.source}: no attention has {refused}; give other "
                                     "--numerics")  # fmt: skip
-    by_source = [
-        [
-            examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
-            for layer in of_source
-        ]
-        for of_source in loaded
-    ]
+    by_source = [[examine(layer, asked(layer)) for layer in of_source] for of_source in loaded]
     series = _series(args, by_source)
     examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
@@ -258,22 +256,12 @@ def _check_options(args: argparse.Namespace) -> None:
             "directory needs no --series"
         )
     if args.scale is not None:
-        try:
-            array_file.check_scale(args.scale)
-        except ValueError as error:
-            raise DiagnoseError(f"--scale {error}") from error
+        array_file.check_scale("--scale", args.scale)
     if args.step is not None and args.step < 0:
         raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
-    reads = _reads(args)
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise DiagnoseError(f"{option} {path}: there is no directory {path.parent}")
-        if path is not None:
-            require_output(path, reads)
-    if args.json is not None and args.html is not None and same_file(args.json, args.html):
-        raise DiagnoseError(f"--json and --html both name {args.json}; give two files")
+    require_outputs({"--json": args.json, "--html": args.html}, _reads(args))
 
 
 def _reads(args: argparse.Namespace) -> list[Path]:
@@ -291,15 +279,12 @@ def _reads(args: argparse.Namespace) -> list[Path]:
     return reads
 
 
-def _wrapped(lines: Sequence[str]) -> str:
+def _wrapped(lines: Iterable[str]) -> str:
     """Wraps sentences at 100 columns without breaking the names of files and layers."""
     return "\n".join(
-        textwrap.fill(
-            line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        if len(line) > 100
-        else line
+        part
         for line in lines
+        for part in (wrapped(line, 100, subsequent_indent="  ") if len(line) > 100 else [line])
     )
 
 
@@ -316,23 +301,21 @@ def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int)
     return "\n".join([*lines, "", *wording.LEGEND] if shown else ["no layer could be measured"])
 
 
-def _verdicts(examined: Sequence[Examination]) -> list[str]:
-    lines = []
+def _verdicts(examined: Sequence[Examination]) -> Iterator[str]:
     for name, (first, *others) in wording.verdicts(examined):
-        lines.append(f"Verdict{f' for {name}' if name else ''}: {first}")
-        lines += [f"  also: {other}" for other in others]
-    lines += wording.others(examined)
+        yield f"Verdict{f' for {name}' if name else ''}: {first}"
+        yield from (f"  also: {other}" for other in others)
+    yield from wording.others(examined)
     for kind, texts in wording.actions(examined):
-        lines += ["", f"What to do about {kind}:"]
+        yield ""
+        yield f"What to do about {kind}:"
         for label, text in texts:
-            lines += textwrap.wrap(f"{label:<9}{text}", 100, initial_indent="  ",
+            yield from textwrap.wrap(f"{label:<9}{text}", 100, initial_indent="  ",
                                    subsequent_indent=" " * 11)  # fmt: skip
     worths = wording.worths(examined)
-    return [
-        *lines,
-        *([""] if worths else []),
-        *(f"In the lab, {k}: {worth}" for k, worth in worths),
-    ]
+    if worths:
+        yield ""
+    yield from (f"In the lab, {k}: {worth}" for k, worth in worths)
 
 
 def _trend(series: Series) -> list[str]:

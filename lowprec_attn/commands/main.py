@@ -129,7 +129,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(arguments: list[str], debug: bool) -> int:
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _command([argument for argument in arguments if argument != "--debug"])
+    except Exception as error:
+        told = None if debug else _told(error)
+        if told is None:
+            raise
+        return _fail(told)
+
+
+def _command(arguments: list[str]) -> int:
     parser = _Parser(prog="lowprec-attn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
@@ -142,12 +151,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == asked_for:
-            try:
-                module = importlib.import_module(f"lowprec_attn.commands.{name}")
-            except ModuleNotFoundError as error:
-                if debug or _is_own(error):
-                    raise
-                return _fail(_not_installed(error))
+            module = importlib.import_module(f"lowprec_attn.commands.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     for word in arguments:
@@ -162,25 +166,17 @@ def _run(arguments: list[str], debug: bool) -> int:
     if rest:
         fields = "; --config.NAME=VALUE sets a field" if hasattr(args, "config_flags") else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{fields}")
-    try:
-        return args.run(args) or 0
-    except UserError as error:
-        if debug:
-            raise
-        return _fail(error)
-    except ModuleNotFoundError as error:  # from an import inside the command
-        if debug or _is_own(error):
-            raise
-        return _fail(_not_installed(error))
-    except (OSError, RuntimeError, MemoryError, AssertionError) as error:
-        told = None if debug else _told(error)
-        if told is None:
-            raise
-        return _fail(told)
+    return args.run(args) or 0
 
 
 def _told(error: Exception) -> str | None:
-    """Returns a line about a problem of the machine, or None if the error is a bug."""
+    """Returns words for a problem that the user can mend, or None if the error is a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        is_own = name in ("lowprec_attn", "pallas_kernels")
+        return None if is_own else f"{error}; {installation.command_for(error.name or '')}"
     if isinstance(error, MemoryError):
         return f"this machine's memory does not suffice ({error or 'MemoryError'}); give less"
     if isinstance(error, OSError):
@@ -219,14 +215,6 @@ _OF_THE_MACHINE = {
 }
 
 
-def _is_own(error: ModuleNotFoundError) -> bool:
-    return (error.name or "").partition(".")[0] in ("lowprec_attn", "pallas_kernels")
-
-
-def _not_installed(error: ModuleNotFoundError) -> str:
-    return f"{error}; {installation.command_for(error.name or '')}"
-
-
 def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits words into `--config.NAME=VALUE` flags, joined with their values, and the rest."""
     flags, others = [], []
@@ -239,7 +227,7 @@ def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, others
 
 
-def _fail(error: object) -> int:
+def _fail(error: str) -> int:
     # An error may have several lines, for example a list.
     print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
     return EXIT_BAD_INPUT

@@ -286,25 +286,22 @@ class _Chunk:
         # is not known at compile time, a GPU waits for the host before every iteration.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
 
-    def finish(self, state: SoftmaxState, spec: Spec) -> softmax.Output:
-        tiles = self.tiles
-        return softmax.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
-
 
 def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     exact_spec = dataclasses.replace(spec, numerics=_EXACT, row_max=StandardMax())
     of_run = chunk.scores(chunk.read, spec)
     unrounded = chunk.scores(chunk.tiles, exact_spec).s
-    state = chunk.run(of_run.s, spec)
-    out = _with_returned(chunk.finish(state, spec), given, spec.numerics)
-    unit = products.score_unit(spec, chunk.tiles.extras)
+    state, tiles = chunk.run(of_run.s, spec), chunk.tiles
+    out = softmax.finish(state, spec, tiles.extras, chunk.place.rows, tiles.q.dtype)
+    out = _with_returned(out, given, spec.numerics)
+    unit = products.score_unit(spec, tiles.extras)
     s = of_run.s if unit == 1 else of_run.s * jnp.float32(unit)
     own = exact = sources.Softmax.of(s, chunk.sinks)
     if spec.numerics.rounds_scores:
         exact = sources.Softmax.of(unrounded, chunk.sinks)
     # Attention reads the same V in both passes, and the same S.
     acc, reads_all = own.times(chunk.read.v), spec.numerics.value.is_identity
-    o_exact = (acc if exact is own and reads_all else exact.times(chunk.tiles.v)) / exact.l
+    o_exact = (acc if exact is own and reads_all else exact.times(tiles.v)) / exact.l
     # The exact sum, shifted to the run's own m. Where the two m agree the factor is exactly 1.
     unnormalized_exact = acc * jnp.exp(sources.above_subtracted(own.m, state.m, spec.numerics))
     if spec.numerics.normalize_probs:

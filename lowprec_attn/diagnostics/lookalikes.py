@@ -13,7 +13,7 @@ The arrays of one layer show them without any measurement:
   zero_gradient      dO is zero everywhere, so nothing can be said about the backward pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -26,8 +26,8 @@ _MADE_BY_ATTENTION = ("o", "lse")
 LOWEST_LSE = -88.0  # −log of float32's largest number is −88.7
 
 
-def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -> list[Finding]:
-    """Returns what the arrays of one layer show by themselves, in the order of this module.
+def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -> Iterator[Finding]:
+    """Yields what the arrays of one layer show by themselves, in the order of this module.
 
     Args:
       arrays: q, k and v, and where they are known do, x (the input of W_Q), w_q and o (all of any
@@ -36,36 +36,37 @@ def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -
     """
     bad = {name: found for name, array in arrays.items() if (found := not_finite(name, array))}
     into = [name for name in bad if name not in _MADE_BY_ATTENTION]
-    findings = []
+    is_float16 = arrays["q"].dtype == np.float16
+    ends = "; float16 ends at 65504" if is_float16 else ""
     if into:
-        findings.append(_non_finite_input(arrays, [bad[name] for name in into], into))
+        counts = ", and ".join(bad[name] for name in into)
+        source = "the weights, or from what precedes this layer"
+        if into == ["do"]:
+            source = "what follows this layer, or from the loss"
+        yield Finding(
+            "non_finite_input",
+            f"{counts} before attention computes anything: it comes from {source}{ends}; "
+            "look at an earlier step, or at the layer where it begins",
+        )
     if bad.keys().isdisjoint("qkv"):
-        ends = "; float16 ends at 65504" if _is_float16(arrays) else ""
-        findings += [
-            Finding(
+        for name in (name for name in _MADE_BY_ATTENTION if name in bad):
+            yield Finding(
                 "non_finite_output",
                 f"{bad[name]}, and none of q, k and v: attention made them{ends}",
             )
-            for name in _MADE_BY_ATTENTION
-            if name in bad
-        ]
-    if _is_float16(arrays):
-        findings += _float16(arrays, largest_product)
-    lse = arrays.get("lse")
-    if lse is not None:
-        findings += _lse(lse)
+    if is_float16:
+        yield from _float16(arrays, largest_product)
+    if "lse" in arrays:
+        yield from _lse(arrays["lse"])
     do = arrays.get("do")
     if do is not None and not np.any(do):
         underflow = ", or of a loss too small for float16 (raise the loss scale)"
         reason = "of a layer whose output the loss does not use"
-        findings.append(
-            Finding(
-                "zero_gradient",
-                "every entry of dO is 0, so that nothing is said about the backward pass: it is "
-                f"{reason}{underflow if do.dtype == np.float16 else ''}",
-            )
+        yield Finding(
+            "zero_gradient",
+            "every entry of dO is 0, so that nothing is said about the backward pass: it is "
+            f"{reason}{underflow if do.dtype == np.float16 else ''}",
         )
-    return findings
 
 
 def not_finite(name: str, array: np.ndarray) -> str:
@@ -86,21 +87,7 @@ def not_finite(name: str, array: np.ndarray) -> str:
     return f"{int(np.sum(bad))} of {array.size} entries of {shown} are NaN or infinite{where}"
 
 
-def _non_finite_input(arrays: Mapping[str, np.ndarray], bad: list[str], into: list[str]) -> Finding:
-    counts = ", and ".join(bad)
-    if into == ["do"]:
-        source = "it comes from what follows this layer, or from the loss"
-    else:
-        source = "it comes from the weights, or from what precedes this layer"
-    ends = "; float16 ends at 65504" if _is_float16(arrays) else ""
-    return Finding(
-        "non_finite_input",
-        f"{counts} before attention computes anything: {source}{ends}; "
-        "look at an earlier step, or at the layer where it begins",
-    )
-
-
-def _float16(arrays: Mapping[str, np.ndarray], largest_product: float) -> list[Finding]:
+def _float16(arrays: Mapping[str, np.ndarray], largest_product: float) -> Iterator[Finding]:
     sizes = {
         name: float(np.max(np.abs(array.astype(np.float32)), where=_finite(array), initial=0.0))
         for name, array in arrays.items()
@@ -108,36 +95,26 @@ def _float16(arrays: Mapping[str, np.ndarray], largest_product: float) -> list[F
     }
     sizes["q·k before it is scaled"] = largest_product
     largest = max(sizes, key=sizes.__getitem__)
-    if sizes[largest] < NEAR * FLOAT16_MAX:
-        return []
-    return [
-        Finding(
+    if sizes[largest] >= NEAR * FLOAT16_MAX:
+        yield Finding(
             "float16",
             f"the arrays are float16, which ends at 65504, and {largest} reaches "
             f"{sizes[largest]:.0f}: overflow, not rounding; use bfloat16, or scale q down first",
         )
-    ]
 
 
-def _lse(lse: np.ndarray) -> list[Finding]:
+def _lse(lse: np.ndarray) -> Iterator[Finding]:
     # A row that sees no key has an lse of −inf.
     values = lse.astype(np.float32)
     low = np.isfinite(values) & (values <= LOWEST_LSE)
-    if not np.any(low):
-        return []
-    return [
-        Finding(
+    if np.any(low):
+        yield Finding(
             "lse",
             f"{int(np.sum(low))} of {many(lse.size, 'row')} have an lse below −88 (lowest "
             f"{float(np.min(values[low])):.0f}), where exp(−lse) is infinite in float32: cuDNN's "
             "backward pass is known to give NaN there under a mask; try another kernel, or "
             "causality without a mask",
         )
-    ]
-
-
-def _is_float16(arrays: Mapping[str, np.ndarray]) -> bool:
-    return arrays["q"].dtype == np.float16
 
 
 def _finite(array: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ bfloat16 meet it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -68,6 +68,11 @@ class Rule(NamedTuple):
                 return np.asarray(signals[name], np.float32)
         heads = len(np.asarray(next(iter(signals.values()))))
         return np.full(heads, -np.inf, np.float32)
+
+    def is_recorded(self, steps: Mapping[int, Sequence[Collection[str]]]) -> bool:
+        """Whether one of `signals` was recorded at some step in some layer."""
+        layers = (layer for layers in steps.values() for layer in layers)
+        return any(name in layer for layer in layers for name in self.signals)
 
     def severity(self, signals: Signals) -> np.ndarray:
         """Returns the signal [N] of heads that meet the rule (inf for NaN), −inf of the others."""

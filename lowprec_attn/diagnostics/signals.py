@@ -15,7 +15,6 @@ from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
 from lowprec_attn.diagnostics.comparison import (
     GradientRows,
-    OutputRows,
     Returned,
     ScoreRows,
     compare,
@@ -214,7 +213,10 @@ def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Arr
     """Returns the signals of heads that share their arithmetic."""
     q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays
     result = compare(q, k, v, do, Extras(stream=stream, sinks=sinks), spec, returned)
-    signals = _score_signals(result.scores) | _output_signals(result.outputs)
+    out = result.outputs
+    signals = _score_signals(result.scores)
+    signals |= _error("unnormalized", out.unnormalized, out.unnormalized_exact)
+    signals |= _error("output", out.output, out.output_exact)
     if result.gradients is not None:
         signals |= _gradient_signals(result.gradients)
         if x is not None:
@@ -249,13 +251,6 @@ def _score_signals(scores: ScoreRows) -> dict[str, Array]:
         "repeated_maxima": share(scores.repeated_maxima),
         "rounded_to_one": share(scores.rounded_to_one),
         "dominated_rows": share(scores.dominated),
-    }
-
-
-def _output_signals(rows: OutputRows) -> dict[str, Array]:
-    return {
-        **_error("unnormalized", rows.unnormalized, rows.unnormalized_exact),
-        **_error("output", rows.output, rows.output_exact),
     }
 
 

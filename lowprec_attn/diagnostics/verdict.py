@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from lowprec_attn.counts import many
-from lowprec_attn.diagnostics.rules import RULES, Name, Rule
+from lowprec_attn.diagnostics.rules import RULES, Name
 
 Kind = Literal[
     "non_finite_input",
@@ -104,7 +104,12 @@ def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
     """
     found = [
         _worst("non_finite", measured, _non_finite, "{label} gives NaN or infinite values here"),
-        *(_rule(rule, measured) for rule in RULES),
+        *(
+            _worst(
+                rule.name, measured, rule.severity, f"under {{label}} {rule.meaning}", rule.worth
+            )
+            for rule in RULES
+        ),
         _coherence(measured, rows),
     ]
     findings = _told_apart(
@@ -192,10 +197,6 @@ def _worst(
         return None
     sentence = f"{_name(heads)}: {claim.format(label=label, value=severities[label][heads[0]])}"
     return Finding(kind, sentence, label, heads, worth)
-
-
-def _rule(rule: Rule, measured: Mapping[str, Signals]) -> Finding | None:
-    return _worst(rule.name, measured, rule.severity, f"under {{label}} {rule.meaning}", rule.worth)
 
 
 def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:

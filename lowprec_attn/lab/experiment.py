@@ -188,18 +188,15 @@ class Experiment:
     def fields(self, trial: Trial) -> Fields:
         """Returns all fields that are set for a run."""
         fields = {**self.shared, **trial.arm.overrides}
-        if trial.seed is not None:
-            fields["seed"] = str(trial.seed)
-        return {name: _of_seed(value, trial.seed) for name, value in fields.items()}
+        if trial.seed is None:
+            return fields
+        fields["seed"] = seed = str(trial.seed)
+        return {name: value.replace("{seed}", seed) for name, value in fields.items()}
 
     def arguments(self, trial: Trial) -> list[str]:
         """Returns the arguments of `train.py` for a run, without `--workdir`."""
         set_fields = (f"--config.{name}={value}" for name, value in self.fields(trial).items())
         return [f"--config={self.config}", *set_fields]
-
-
-def _of_seed(value: str, seed: int | None) -> str:
-    return value if seed is None else value.replace("{seed}", str(seed))
 
 
 def load(path: Path) -> Experiment:
@@ -214,33 +211,36 @@ def load(path: Path) -> Experiment:
         raise ExperimentError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # RecursionError: too deeply nested tables
         raise ExperimentError(f"{path} is not TOML: {error}") from error
-    unknown = definition.keys() - set(_KEYS)
-    if unknown:
-        raise ExperimentError(f"{path}: {unknown_field(min(unknown), _KEYS)}")
-    config, arms = definition.get("config"), _table(definition, "arms", path)
-    if not isinstance(config, str):
-        raise ExperimentError(f"{path}: config must name a file, got {config!r}")
-    if not arms:
-        raise ExperimentError(f"{path}: there are no arms; write [arms.NAME] and what it sets")
-    for name in arms:
-        if not _ARM_NAME.fullmatch(name):
-            raise ExperimentError(
-                f"{path}: arm {name!r} cannot name a directory; use letters, digits, _ and -"
-            )
-    controls = _controls(definition, path)
-    shared = _fields(_table(definition, "shared", path), path, "shared")
-    defined = tuple(
-        Arm(name, _fields(_table(arms, name, path), path, f"arms.{name}"), controls.get(name))
-        for name in arms
-    )
-    seeds, runaway = _seeds(definition, path), _runaway(definition, path)
     try:
-        return Experiment(config, shared, defined, seeds, runaway)
+        return _experiment(definition)
     except ExperimentError as error:
         raise ExperimentError(f"{path}: {error}") from error
 
 
-def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
+def _experiment(definition: Mapping[str, Any]) -> Experiment:
+    """Returns the experiment of a definition; the message of an error does not name the file."""
+    unknown = definition.keys() - set(_KEYS)
+    if unknown:
+        raise ExperimentError(unknown_field(min(unknown), _KEYS))
+    config, arms = definition.get("config"), _table(definition, "arms")
+    if not isinstance(config, str):
+        raise ExperimentError(f"config must name a file, got {config!r}")
+    if not arms:
+        raise ExperimentError("there are no arms; write [arms.NAME] and what it sets")
+    for name in arms:
+        if not _ARM_NAME.fullmatch(name):
+            raise ExperimentError(
+                f"arm {name!r} cannot name a directory; use letters, digits, _ and -"
+            )
+    controls = _controls(definition)
+    shared = _fields(_table(definition, "shared"), "shared")
+    defined = tuple(
+        Arm(name, _fields(_table(arms, name), f"arms.{name}"), controls.get(name)) for name in arms
+    )
+    return Experiment(config, shared, defined, _seeds(definition), _runaway(definition))
+
+
+def _controls(definition: Mapping[str, Any]) -> dict[str, Control]:
     """Returns the controls by the names of their arms."""
     controls: dict[str, Control] = {}
     kinds: tuple[Literal["positive", "negative"], ...] = ("positive", "negative")
@@ -250,56 +250,52 @@ def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
             continue
         if not isinstance(name, str) or name not in definition["arms"]:
             known = ", ".join(definition["arms"])
-            raise ExperimentError(
-                f"{path}: {control}_control must be an arm ({known}), got {name!r}"
-            )
+            raise ExperimentError(f"{control}_control must be an arm ({known}), got {name!r}")
         if name in controls:
-            raise ExperimentError(f"{path}: arm {name} cannot be both controls")
+            raise ExperimentError(f"arm {name} cannot be both controls")
         controls[name] = control
     return controls
 
 
-def _seeds(definition: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+def _seeds(definition: Mapping[str, Any]) -> tuple[int, ...]:
     seeds = definition.get("seeds", [])
     # `type` instead of `isinstance`, because a boolean is an int in Python.
     if not isinstance(seeds, list) or any(type(seed) is not int for seed in seeds):
-        raise ExperimentError(f"{path}: seeds must be a list of whole numbers, got {seeds!r}")
+        raise ExperimentError(f"seeds must be a list of whole numbers, got {seeds!r}")
     return tuple(seeds)
 
 
-def _runaway(definition: Mapping[str, Any], path: Path) -> RunawayRule:
-    table = _table(definition, "runaway", path)
+def _runaway(definition: Mapping[str, Any]) -> RunawayRule:
+    table = _table(definition, "runaway")
     unknown = table.keys() - set(RunawayRule._fields)
     if unknown:
-        raise ExperimentError(f"{path}: {unknown_field(min(unknown), RunawayRule._fields)}")
+        raise ExperimentError(unknown_field(min(unknown), RunawayRule._fields))
     for name, value in table.items():
         kinds = (int,) if name == "step" else (int, float)
         if type(value) not in kinds or not 0 <= value < math.inf:
             what = "a whole number" if name == "step" else "a number"
-            raise ExperimentError(
-                f"{path}: runaway.{name} must be {what}, 0 or more, got {value!r}"
-            )
+            raise ExperimentError(f"runaway.{name} must be {what}, 0 or more, got {value!r}")
     return RunawayRule(**table)
 
 
-def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+def _table(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = parent.get(name, {})
     if not isinstance(table, Mapping):
-        raise ExperimentError(f"{path}: {name} must be a table of fields, got {table!r}")
+        raise ExperimentError(f"{name} must be a table of fields, got {table!r}")
     return table
 
 
-def _fields(table: Mapping[str, Any], path: Path, section: str) -> Fields:
+def _fields(table: Mapping[str, Any], section: str) -> Fields:
     """Returns the fields of a table by dotted name, with their values in the spelling of flags."""
     try:
         # An empty table sets nothing.
         fields = {n: value for n, value in flatten(table) if not isinstance(value, Mapping)}
     except RecursionError as error:
-        raise ExperimentError(f"{path}: {section} has too many tables in tables") from error
+        raise ExperimentError(f"{section} has too many tables in tables") from error
     for name, value in fields.items():
         if not isinstance(value, str | int | float):
             raise ExperimentError(
-                f"{path}: {section}.{name} must be a text, number or boolean, got {value!r}"
+                f"{section}.{name} must be a text, number or boolean, got {value!r}"
             )
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,6 +13,7 @@ from lowprec_attn.lab.archive import RecordError, StoredRun
 from lowprec_attn.lab.experiment import Arm, Trial
 from lowprec_attn.lab.report.mechanism import mechanism
 from lowprec_attn.runs.instability.explosion import (
+    RUNAWAY_HEADS,
     RUNAWAY_RULE,
     LargeHeads,
     RunawayRule,
@@ -164,6 +165,21 @@ def largest_scores(
     }
 
 
+def ran_away(records: Iterable[ArmRecord]) -> str:
+    """Returns how many of the judged runs ran away, as `2 of 3`; `–` if none was judged."""
+    judged = [large for record in records if (large := record.large_heads)]
+    return f"{sum(large.ran_away for large in judged)} of {len(judged)}" if judged else "–"
+
+
+def runaway(rules: Iterable[RunawayRule]) -> str:
+    """Says in words what the rules call a runaway."""
+    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in sorted(set(rules)))
+    return (
+        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
+        f"{limits}, or at the first recorded step after it"
+    )
+
+
 def _finite_or_not(column: Mapping[int, Any]) -> dict[int, float]:
     return {step: float(value) for step, value in column.items()}
 
@@ -177,20 +193,28 @@ def text_lengths(directory: Path) -> dict[str, int]:
     Raises:
       RecordError: the file is damaged.
     """
-    for place in (directory.absolute(), *directory.absolute().parents):
-        path = place / "texts.toml"
-        if path.is_file():
-            try:
-                lengths = tomllib.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise RecordError(f"{path} is not TOML: {error}") from error
-            for name, length in lengths.items():
-                if type(length) is not int or length < 1:
-                    raise RecordError(
-                        f"{path}: {name} must be a number of tokens, 1 or more, got {length!r}"
-                    )
-            return lengths
-    return {}
+    places = (directory.absolute(), *directory.absolute().parents)
+    paths = [place / "texts.toml" for place in places]
+    path = next((path for path in paths if path.is_file()), paths[0])
+    lengths = read_toml(path)
+    for name, length in lengths.items():
+        if type(length) is not int or length < 1:
+            raise RecordError(
+                f"{path}: {name} must be a number of tokens, 1 or more, got {length!r}"
+            )
+    return lengths
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a TOML file beside records; empty if there is no file.
+
+    Raises:
+      RecordError: the file is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise RecordError(f"{path} is not TOML: {error}") from error
 
 
 def tokens_read(records: Iterable[ArmRecord]) -> str:

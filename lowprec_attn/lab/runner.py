@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from lowprec_attn.lab.experiment import Experiment, Trial
 from lowprec_attn.lab.jobs import Cluster, run_jobs
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
+from lowprec_attn.tables import wrapped
 
 # The command `lowprec-attn train`, which works wherever its script is installed.
 TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
@@ -170,7 +170,5 @@ def _say(text: str) -> None:
     """Prints a line, wrapped if it goes to a terminal."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-        text = textwrap.fill(
-            text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
+        text = "\n".join(wrapped(text, width, subsequent_indent="    "))
     print(text, flush=True)

@@ -223,7 +223,8 @@ class RunDir:
         """
         with other._explain_errors():
             mend = "restore it from a copy, or resume from another run"
-            return _differences(other._read_config(mend), self._read_config(mend))
+            theirs, ours = (_read_as(dict, run.config, mend) for run in (other, self))
+            return _differences(theirs, ours)
 
     @property
     def begun(self) -> bool:
@@ -308,9 +309,6 @@ class RunDir:
         self.origin.unlink(missing_ok=True)
         return True
 
-    def _read_config(self, mend: str) -> Mapping[str, Any]:
-        return _read_as(dict, self.config, mend)
-
     def starts(self) -> list[dict[str, Any]]:
         """Returns what `environment.json` says of every start; empty if there is no such file.
 
@@ -326,11 +324,11 @@ class RunDir:
         return starts
 
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
-        theirs = self._read_config(
+        mend = (
             "remove it if this command is the run's own, which then goes on; if not, choose "
             "another --workdir"
         )
-        differences = _differences(theirs, config).items()
+        differences = _differences(_read_as(dict, self.config, mend), config).items()
         changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences]
         if not changes:
             return

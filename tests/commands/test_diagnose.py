@@ -38,6 +38,7 @@ from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.diagnostics.trend import QUANTITIES
+from lowprec_attn.files import DiskError
 
 BFLOAT16 = ml_dtypes.bfloat16
 _example = runpy.run_path(
@@ -650,8 +651,6 @@ def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
         ),
         (("--kv-block", "0"), "kv_block must be a positive number"),
         (("--scale", "nan"), "--scale must be a finite number, got nan"),
-        (("--json", "no/such/out.json"), "there is no directory no/such"),
-        (("--html", "no/such/out.html"), "--html .* there is no directory no/such"),
         (("--rows", "-1"), "--rows must be 0 \\(all\\) or more, got -1"),
         (("--numerics", "standard", "--kv-block", "8"), "standard takes one step over all keys"),
     ],
@@ -660,6 +659,12 @@ def test_options_that_make_no_sense(tmp_path, options, message):
     path = save(tmp_path / "a.npz", {n: x[:, :16] for n, x in healthy_arrays().items()})
     with pytest.raises(DiagnoseError, match=message):
         run(path, *options)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_an_output_without_a_directory_is_refused_before_anything_is_read(tmp_path, option):
+    with pytest.raises(DiskError, match=f"{option} no/such/out: there is no directory no/such"):
+        run(tmp_path / "a.npz", option, "no/such/out")
 
 
 def signals(heads=2, **changes):
@@ -954,7 +959,7 @@ ZEROS = np.zeros((1, 32, 2, HEAD_SIZE))
     ],
 )  # fmt: skip
 def test_lookalikes_are_named(arrays, product, kinds, words):
-    findings = lookalikes(arrays, product)
+    findings = list(lookalikes(arrays, product))
     assert [finding.kind for finding in findings] == kinds
     for word in words:
         assert word in findings[0].sentence

@@ -1,7 +1,7 @@
 """Reads the layers of a user's npz or safetensors file; never unpickles."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,14 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
       DiagnoseError: the file cannot be read, an array is missing, ambiguous or of another dtype,
         or the shapes do not fit.
     """
-    layers = [_layers(path, name, found, layout) for name, found in _read(path).items()]
-    return [layer for of_name in layers for layer in of_name]
+    layers: list[Layer] = []
+    for name, found in _read(path).items():
+        try:
+            layers += _layers(path, name, found, layout)
+        except ValueError as error:
+            where = f"{path}: {name}" if name else path
+            raise DiagnoseError(f"{where}: {error}") from error
+    return layers
 
 
 class _Found(NamedTuple):
@@ -88,42 +94,39 @@ class _Found(NamedTuple):
 
 
 def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[Layer]:
-    """Returns the layer of one name; several layers where its sequences are padded differently."""
-    where, found = f"{path}: {name}" if name else str(path), of_file.arrays
+    """Returns the layer of one name; several layers where its sequences are padded differently.
+
+    Raises:
+      ValueError: an array is of another dtype, shape or value; the message does not name the layer.
+    """
+    found = of_file.arrays
     hiding = {n: found.pop(n) for n in _HIDING if n in found}
     for refused in masks.REFUSED.keys() & hiding.keys():
-        raise DiagnoseError(
-            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read; without it "
-            "the scores would differ: diagnose a layer or batch without it, or rename the array"
+        raise ValueError(
+            f"{refused} {masks.REFUSED[refused]}, and is not read; without it the scores would "
+            "differ: diagnose a layer or batch without it, or rename the array"
         )
-    layer = _layer(path, name, where, found, layout)
+    layer = _layer(path, name, found, layout)
     if of_file.unread:
         shown = ", ".join(map(printable, of_file.unread[:_SHOWN]))
         more = f" and {n} more" if (n := len(of_file.unread) - _SHOWN) > 0 else ""
         layer = layer._replace(notes=(*layer.notes, f"not read, of an unknown name: {shown}{more}"))
-    try:
-        return masks.applied(layer, hiding)
-    except ValueError as error:
-        raise DiagnoseError(f"{where}: {error}") from error
+    return masks.applied(layer, hiding)
 
 
-def _layer(
-    path: Path, name: str, where: str, found: dict[str, np.ndarray], layout: str | None
-) -> Layer:
+def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | None) -> Layer:
     facts = {f: found.pop(f) for f in (*_FACTS, "soft_cap") if f in found}
-    _check_facts(where, facts)
-    arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
+    _check_facts(facts)
+    arrays = {which: _as_floats(which, array) for which, array in found.items()}
     w_q, sinks = (arrays.pop(n, None) for n in ("w_q", "sinks"))  # without rows or a batch axis
-    try:
-        orders = axes.parse(layout or _declared(facts))
-        arrays, split = axes.rows_first(arrays, orders)
-    except ValueError as error:
-        raise DiagnoseError(f"{where}: {error}") from error
-    _check_shapes(where, arrays, orders)
+    orders = axes.parse(layout or _declared(facts))
+    arrays, split = axes.rows_first(arrays, orders)
+    _check_shapes(arrays, orders)
     # A file that declares its own layout needs no note of doubt.
     doubts = [] if layout is None and "layout" in facts else axes.doubts(arrays, orders)
     notes = [*_conversions(found), *split, *doubts, *_not_kept(facts)]
     heads, head_size = arrays["q"].shape[2:]
+    validation.sinks(sinks, heads)
     scale = float(facts["scale"].item()) if "scale" in facts else None
     return Layer(
         str(path),
@@ -133,82 +136,67 @@ def _layer(
         arrays["v"],
         do=arrays.get("do"),
         x=arrays.get("x"),
-        w_q=None if w_q is None else _heads_apart(where, w_q, heads, head_size),
+        w_q=None if w_q is None else _heads_apart(w_q, heads, head_size),
         o=arrays.get("o"),
         lse=arrays.get("lse"),
         is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
         scale=scale,
-        window=_window(where, facts["window"], arrays) if "window" in facts else None,
-        soft_cap=_soft_cap(where, facts, head_size**-0.5 if scale is None else scale),
-        sinks=_sinks(where, sinks, heads),
+        window=_window(facts["window"], arrays) if "window" in facts else None,
+        soft_cap=_soft_cap(facts, head_size**-0.5 if scale is None else scale),
+        sinks=sinks,
         notes=tuple(notes),
     )
 
 
-def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
+def _check_facts(facts: dict[str, np.ndarray]) -> None:
     for fact in ("is_causal", "scale", "soft_cap"):
         if fact not in facts:
             continue
         value = facts[fact]
         if value.size != 1 or value.dtype.kind not in "biuf":
-            raise DiagnoseError(
-                f"{where}: {fact} must be one number or truth value, got shape "
-                f"{value.shape} of {value.dtype}"
+            raise ValueError(
+                f"{fact} must be one number or truth value, got shape {value.shape} of "
+                f"{value.dtype}"
             )
         if fact == "scale":
-            try:
-                check_scale(float(value.item()))
-            except ValueError as error:
-                raise DiagnoseError(f"{where}: scale {error}") from error
+            check_scale(fact, float(value.item()))
         elif fact != "soft_cap" and value.item() not in (0, 1):
-            raise DiagnoseError(f"{where}: {fact} must be true or false, got {value.item()}")
+            raise ValueError(f"{fact} must be true or false, got {value.item()}")
     text = facts.get("layout")
     if text is not None and (text.size != 1 or text.dtype.kind != "U"):
-        raise DiagnoseError(
-            f"{where}: layout must be one text such as BNTH, got shape {text.shape} of {text.dtype}"
+        raise ValueError(
+            f"layout must be one text such as BNTH, got shape {text.shape} of {text.dtype}"
         )
 
 
-def check_scale(scale: float) -> None:
-    """Raises ValueError unless the scale is finite and not 0 in float32, nor subnormal."""
+def check_scale(name: str, scale: float) -> None:
+    """Raises DiagnoseError unless the scale is finite and not 0 in float32, nor subnormal."""
     with np.errstate(over="ignore"):
         rounded = np.float32(scale)  # scores are computed in float32
     if not np.isfinite(rounded):
         of_float32 = " in float32" if math.isfinite(scale) else ""
-        raise ValueError(f"must be a finite number{of_float32}, got {scale}")
+        raise DiagnoseError(f"{name} must be a finite number{of_float32}, got {scale}")
     if abs(rounded) < np.finfo(np.float32).tiny:  # XLA takes subnormal numbers for 0
-        raise ValueError(f"must not be 0 in float32, where every score is 0, got {scale}")
+        raise DiagnoseError(f"{name} must not be 0 in float32, where every score is 0, got {scale}")
 
 
 def _declared(facts: dict[str, np.ndarray]) -> str:
     return str(facts["layout"].item()) if "layout" in facts else "BTNH"
 
 
-def _soft_cap(where: str, facts: dict[str, np.ndarray], scale: float) -> float | None:
+def _soft_cap(facts: dict[str, np.ndarray], scale: float) -> float | None:
     """Returns the file's soft cap; None for 0, which means no cap in flash_attn."""
     value = float(facts["soft_cap"].item()) if "soft_cap" in facts else 0.0
-    try:
-        return validation.soft_cap(value, scale) if value else None
-    except ValueError as error:
-        raise DiagnoseError(f"{where}: {error}") from error
+    return validation.soft_cap(value, scale) if value else None
 
 
-def _sinks(where: str, sinks: np.ndarray | None, heads: int) -> np.ndarray | None:
-    try:
-        validation.sinks(sinks, heads)
-    except ValueError as error:
-        raise DiagnoseError(f"{where}: {error}") from error
-    return sinks
-
-
-def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
-    """Returns a note on the arguments that the call had and the file does not hold."""
-    ignored = facts.get("ignored", np.array([]))
-    said = (
-        f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as if "
-        "there were none; --causal, if that is what a mask does"
-    )
-    return [said] if ignored.size else []
+def _not_kept(facts: dict[str, np.ndarray]) -> Iterator[str]:
+    """Yields a note on the arguments that the call had and the file does not hold."""
+    if "ignored" in facts and facts["ignored"].size:
+        yield (
+            f"{', '.join(map(str, facts['ignored'].ravel()))} of the call was not kept: rows are "
+            "judged as if there were none; --causal, if that is what a mask does"
+        )
 
 
 def _read(path: Path) -> dict[str, _Found]:
@@ -373,95 +361,88 @@ def _read_one(path: Path, name: str, read: Callable[[str], Any]) -> Any:
         ) from error
 
 
-def _as_floats(where: str, name: str, array: np.ndarray) -> np.ndarray:
+def _as_floats(name: str, array: np.ndarray) -> np.ndarray:
     if _is_unnamed_bfloat16(array):
         return array.view(ml_dtypes.bfloat16)
     if array.dtype == np.float64:
-        return _as_float32(where, name, array)
+        return _as_float32(name, array)
     if array.dtype.name not in validation.INPUT_DTYPES:
-        raise DiagnoseError(
-            f"{where}: {name} must be one of {', '.join(validation.INPUT_DTYPES)}, "
-            f"got {array.dtype}"
+        raise ValueError(
+            f"{name} must be one of {', '.join(validation.INPUT_DTYPES)}, got {array.dtype}"
         )
     return array
 
 
-def _as_float32(where: str, name: str, array: np.ndarray) -> np.ndarray:
+def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
     """Converts float64; refuses what overflows, because it would look like their infinity."""
     with np.errstate(over="ignore"):
         converted = array.astype(np.float32)
     overflows = np.isinf(converted) & np.isfinite(array)
     if overflows.any():
         at = np.unravel_index(np.argmax(overflows), array.shape)
-        raise DiagnoseError(
-            f"{where}: {name} holds {array[at]:.3g} at {list(map(int, at))}, which float32 cannot "
+        raise ValueError(
+            f"{name} holds {array[at]:.3g} at {list(map(int, at))}, which float32 cannot "
             "hold; save the arrays as attention reads them, in float32 or below"
         )
     return converted
 
 
-def _conversions(found: dict[str, np.ndarray]) -> list[str]:
+def _conversions(found: dict[str, np.ndarray]) -> Iterator[str]:
     raw = [name for name, array in found.items() if _is_unnamed_bfloat16(array)]
     double = [name for name, array in found.items() if array.dtype == np.float64]
-    notes = []
     if raw:
-        notes.append(
+        yield (
             f"{', '.join(raw)}: two-byte values without a type (|V2) read as bfloat16, "
             "which npz files have no name for"
         )
     if double:
-        notes.append(f"{', '.join(double)}: float64 converted to float32")
-    return notes
+        yield f"{', '.join(double)}: float64 converted to float32"
 
 
 def _is_unnamed_bfloat16(array: np.ndarray) -> bool:
     return array.dtype == np.dtype("V2")
 
 
-def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tuple[int, int]:
+def _window(fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tuple[int, int]:
     if fact.shape != (2,) or fact.dtype.kind not in "iu" or np.any(fact < 0):
-        raise DiagnoseError(
-            f"{where}: window must be two integers, 0 or more: how many keys a row sees to the "
+        raise ValueError(
+            "window must be two integers, 0 or more: how many keys a row sees to the "
             f"left and to the right of its own; got {fact.tolist()}"
         )
     left, right = fact.tolist()
     rows, keys = arrays["q"].shape[1], arrays["k"].shape[1]
     if rows > keys + left:
-        raise DiagnoseError(
-            f"{where}: window {fact.tolist()} leaves the rows from {keys + left} on without a key: "
+        raise ValueError(
+            f"window {fact.tolist()} leaves the rows from {keys + left} on without a key: "
             f"there are {rows} rows and {keys} keys"
         )
     return left, right
 
 
-def _heads_apart(where: str, w_q: np.ndarray, heads: int, head_size: int) -> np.ndarray:
+def _heads_apart(w_q: np.ndarray, heads: int, head_size: int) -> np.ndarray:
     """Returns W_Q as [D, N, H]."""
     if w_q.ndim == 2 and w_q.shape[1] == heads * head_size:
         w_q = w_q.reshape(-1, heads, head_size)
     if w_q.ndim != 3 or w_q.shape[1:] != (heads, head_size) or w_q.size == 0:
-        raise DiagnoseError(
-            f"{where}: w_q must be [D, {heads}, {head_size}] or [D, {heads * head_size}] with the "
+        raise ValueError(
+            f"w_q must be [D, {heads}, {head_size}] or [D, {heads * head_size}] with the "
             f"heads of q, got {w_q.shape}; the weight of a PyTorch Linear is the transpose"
         )
     return w_q
 
 
-def _check_shapes(where: str, arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:
+def _check_shapes(arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:
     q, do, x = arrays["q"], arrays.get("do"), arrays.get("x")
-    try:
-        validation.check_inputs(q, arrays["k"], arrays["v"], any_value_size=True)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise DiagnoseError(f"{where}: {error}") from error
+    validation.check_inputs(q, arrays["k"], arrays["v"], any_value_size=True)  # type: ignore[arg-type]
     of_o = (*q.shape[:3], arrays["v"].shape[-1])
     if do is not None and do.shape != of_o:
         like = "the shape of q" if of_o == q.shape else "the shape of q and the head size of v"
-        raise DiagnoseError(
-            f"{where}: do must have {like}, got {do.shape} and {of_o}"
-            f"{axes.why_do_differs(of_o, do, orders)}"
+        raise ValueError(
+            f"do must have {like}, got {do.shape} and {of_o}{axes.why_do_differs(of_o, do, orders)}"
         )
     if x is not None and (x.ndim != 3 or x.shape[:2] != q.shape[:2]):
-        raise DiagnoseError(
-            f"{where}: x, the input of W_Q, must be [B, T, D] with the B and T of q, got "
+        raise ValueError(
+            f"x, the input of W_Q, must be [B, T, D] with the B and T of q, got "
             f"{x.shape} and {q.shape}"
         )
 

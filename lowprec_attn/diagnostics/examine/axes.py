@@ -1,6 +1,6 @@
 """The axis order of q, k, v and dO in a file: parses it, applies it and says what looks wrong."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -61,23 +61,19 @@ def rows_first(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
     return arrays | swapped, notes
 
 
-def doubts(arrays: Arrays, orders: Orders) -> list[str]:
-    """Returns notes where arrays, rows first by now, may not have had the declared order."""
+def doubts(arrays: Arrays, orders: Orders) -> Iterator[str]:
+    """Yields notes where arrays, rows first by now, may not have had the declared order."""
     _, length, heads, _ = arrays["q"].shape
-    notes = []
     if heads > length:
         first = "heads come first, as in torch" if orders["q"] == _ROWS_FIRST else "rows come first"
         other = _option(_turned(orders, WITH_HEADS))
-        notes.append(
-            f"read as {many(length, 'row')} of {many(heads, 'head')}; if the {first}, use {other}"
-        )
+        yield f"read as {many(length, 'row')} of {many(heads, 'head')}; if the {first}, use {other}"
     square = [w for w in WITH_HEADS if w in arrays and arrays[w].shape[1] == arrays[w].shape[2]]
     if square:
-        notes.append(
+        yield (
             f"{', '.join(square)}: as many rows as heads, so that another order of these axes "
             f"would not show; read as {_option(orders)} says"
         )
-    return notes
 
 
 def why_do_differs(of_o: tuple[int, ...], do: np.ndarray, orders: Orders) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
         return Examination(layer, {}, tuple(lookalikes(arrays)), bad)
     measured_as = functools.partial(measure, _without(layer, bad))
     measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in chosen}
-    findings = lookalikes(arrays, _largest_product(layer, measured.values()))
+    findings = list(lookalikes(arrays, _largest_product(layer, measured.values())))
     judged = verdict.judge(measured, layer.rows)
     if not findings or judged[0].kind != "none":
         findings += judged
@@ -90,11 +90,8 @@ def _without(layer: Layer, bad: Iterable[str]) -> Layer:
     left_out = {*bad} & {"do", "x", "w_q"}
     if "do" in left_out:
         left_out.add("x")  # x serves only the gradient of W_Q
-    return layer._replace(
-        do=None if "do" in left_out else layer.do,
-        x=None if "x" in left_out else layer.x,
-        w_q=None if "w_q" in left_out else layer.w_q,
-    )
+    without: dict[str, Any] = dict.fromkeys(left_out)
+    return layer._replace(**without)
 
 
 def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Examination:

@@ -73,15 +73,13 @@ def of_run(tokenizer: str) -> Encode:
     Raises:
       UserError: the trainer does not know the tokenizer, or it cannot be loaded.
     """
-    if tokenizer == "bytes":
-        return lambda text: ByteTokenizer().encode([text])[0]
-    if tokenizer == "gpt2":
-        encoding = gpt2()
-        return lambda text: encoding.encode([text])[0]
-    raise DiagnoseError(
-        f"the run's text has the tokenizer {tokenizer!r}, which is unknown here; give --text a "
-        ".npy or .bin of token ids"
-    )
+    if tokenizer not in ("bytes", "gpt2"):
+        raise DiagnoseError(
+            f"the run's text has the tokenizer {tokenizer!r}, which is unknown here; give --text a "
+            ".npy or .bin of token ids"
+        )
+    encoding = ByteTokenizer() if tokenizer == "bytes" else gpt2()
+    return lambda text: encoding.encode([text])[0]
 
 
 def of_folder(folder: Path) -> Encode:

@@ -1,7 +1,7 @@
 """A series of measurements of the same layers: which layer leaves its past or the other layers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,28 +78,25 @@ def _norm(one: Examination | None) -> float:
     return float(np.max(np.linalg.norm(w_q, ord=2, axis=(0, 2))))
 
 
-def sentences(series: Series) -> list[str]:
-    """Returns the sentences about a series, a heading first."""
+def sentences(series: Series) -> Iterator[str]:
+    """Yields the sentences about a series, a heading first."""
     of = f" of {series.source}" if series.source else ""
-    lines = [
+    yield (
         f"Trend over {len(series.places)} measurements{of}, {series.places[0]} to "
         f"{series.places[-1]}; this is no warning and changes no exit code."
-    ]
+    )
     for quantity in _known(series):
         values = series.values[quantity.signal]
         found = trend.departures(values, quantity)
-        lines += [_departure(series, quantity, one) for one in found[:_SHOWN]]
+        yield from (_departure(series, quantity, one) for one in found[:_SHOWN])
         if len(found) > _SHOWN:
-            lines.append(
-                f"{quantity.label}: {many(len(found) - _SHOWN, 'layer')} more, none earlier."
-            )
+            yield f"{quantity.label}: {many(len(found) - _SHOWN, 'layer')} more, none earlier."
         if not found:
-            lines.append(f"{quantity.label}: no layer outgrew its past or the other layers.")
+            yield f"{quantity.label}: no layer outgrew its past or the other layers."
     if len(series.places) <= LEAST_BEFORE:
-        lines.append(f"A layer's own past takes {LEAST_BEFORE} measurements and one after them.")
+        yield f"A layer's own past takes {LEAST_BEFORE} measurements and one after them."
     if len(series.layers) == 1:
-        lines.append("There are no other layers to compare with.")
-    return lines
+        yield "There are no other layers to compare with."
 
 
 def _departure(series: Series, quantity: Quantity, one: Departure) -> str:

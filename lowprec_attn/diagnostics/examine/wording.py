@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import verdict
@@ -21,24 +21,22 @@ LEGEND = (
 )
 
 
-def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> list[str]:
-    """Returns lines on what was read, the keys per softmax step, and the notes of the layers."""
-    lines = []
+def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> Iterator[str]:
+    """Yields lines on what was read, the keys per softmax step, and the notes of the layers."""
     for source, of_source in itertools.groupby(layers, key=lambda layer: layer.source):
         alike = collections.Counter(_shape(layer) for layer in of_source)
         for shape, count in alike.items():
             many = f"{count} layers, each " if count > 1 else ""
-            lines.append(f"{source}: {many}{shape}")
+            yield f"{source}: {many}{shape}"
     if arithmetics:
-        lines.append(_steps(arithmetics))
+        yield _steps(arithmetics)
     notes: dict[str, list[str]] = {}
     for layer in layers:
         for note in _notes(layer):
             notes.setdefault(note, []).append(title(layer, layers))
     for note, names in notes.items():
         some = f"{', '.join(names)}: " if len(names) < len(layers) else ""
-        lines.append(f"note: {some}{note}")
-    return lines
+        yield f"note: {some}{note}"
 
 
 def title(layer: Layer, layers: Sequence[Layer]) -> str:
@@ -78,14 +76,13 @@ def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def others(examined: Sequence[Examination]) -> list[str]:
-    """Returns one sentence on the layers that show nothing; an empty list without such layers."""
+def others(examined: Sequence[Examination]) -> Iterator[str]:
+    """Yields one sentence on the layers that show nothing, if there are such layers."""
     count = sum(one.findings[0].kind == "none" for one in examined)
-    if not count:
-        return []
     if count == len(examined):
-        return ["Verdict: nothing found."]
-    return [f"Verdict for the {many(count, 'other layer')}: nothing found."]
+        yield "Verdict: nothing found."
+    elif count:
+        yield f"Verdict for the {many(count, 'other layer')}: nothing found."
 
 
 def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -121,7 +118,7 @@ def _largest(examined: Sequence[Examination]) -> str:
     return said.removeprefix("nothing found: ")
 
 
-def first_not_finite(examined: Iterable[Examination]) -> list[str]:
+def first_not_finite(examined: Sequence[Examination]) -> Iterator[str]:
     """Says in which layer of a model NaN and infinity stand first.
 
     A single layer gets no sentence, because its verdict already says it.
@@ -129,26 +126,23 @@ def first_not_finite(examined: Iterable[Examination]) -> list[str]:
     Args:
       examined: layers in their order in the model.
     """
-    found = list(examined)
-    layers = [one.layer for one in found]
-    bad = [(one.layer, [name for name in one.not_finite if name != "do"]) for one in found]
+    layers = [one.layer for one in examined]
+    bad = [(one.layer, [name for name in one.not_finite if name != "do"]) for one in examined]
     forward = [(layer, names) for layer, names in bad if names]
-    backward = [one.layer for one in found if "do" in one.not_finite]
-    if len(found) < 2:
-        return []
-    lines = []
+    backward = [one.layer for one in examined if "do" in one.not_finite]
+    if len(layers) < 2:
+        return
     if forward:
         layer, names = forward[0]
-        lines.append(
+        yield (
             f"NaN or infinity stands first in {title(layer, layers)} ({', '.join(names)}) of "
             f"{len(forward)} layers that hold any: look there before the others."
         )
     if backward:
-        lines.append(
+        yield (
             f"Of dO, whose way is backwards, it stands first in {title(backward[-1], layers)}, of "
             f"{len(backward)} layers."
         )
-    return lines
 
 
 def worths(examined: Iterable[Examination]) -> list[tuple[str, str]]:
@@ -231,19 +225,18 @@ def _steps(arithmetics: Sequence[Arithmetic]) -> str:
     return f"softmax in steps of {next(iter(labels.values()))} keys"
 
 
-def _notes(layer: Layer) -> list[str]:
-    notes = list(layer.notes)
+def _notes(layer: Layer) -> Iterator[str]:
+    yield from layer.notes
     length, keys = layer.q.shape[1], layer.k.shape[1]
     if layer.is_causal and length != keys:
-        notes.append(
+        yield (
             f"causal with {length} queries and {keys} keys: query t sees the keys 0 to t; "
             "use --full if that is not meant"
         )
     if layer.do is None:
-        notes.append("there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped")
+        yield "there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped"
     elif layer.x is None:
-        notes.append(
+        yield (
             "δ share is of dQ: without x, the input of W_Q, its gradient is not known; the rule "
             "was set on that of W_Q"
         )
-    return notes

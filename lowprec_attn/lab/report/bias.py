@@ -2,14 +2,13 @@
 
 import json
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import with_legend
 
 Line = Mapping[str, Any]
 """A measurement of a run.
@@ -58,8 +57,7 @@ def _table(measured: Sequence[tuple[Line, ArmRecord]]) -> str:
         "its standard error, as if they were independent."
     )
     body = [[*row, *(cells.get(seed, "–") for seed in seeds)] for row, cells in rows.items()]
-    table = markdown(["arm", "layer", *(f"seed {seed}" for seed in seeds)], body)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+    return with_legend(legend, ["arm", "layer", *(f"seed {seed}" for seed in seeds)], body)
 
 
 def _several(numbers: set[int]) -> str:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.records import ArmRecord, largest_scores, tokens_read
+from lowprec_attn.lab.records import ArmRecord, largest_scores, ran_away, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome
 from lowprec_attn.runs.instability.explosion import smoothed_losses
 from lowprec_attn.runs.pages import style
@@ -82,9 +82,8 @@ def _broke(outcome: ArmOutcome) -> str:
 def _ran_away(outcome: ArmOutcome) -> str:
     """Returns how many of the judged runs ran away; without one, how large the scores became."""
     runs = outcome.records.values()
-    judged = [run.large_heads for run in runs if run.large_heads]
-    if judged:
-        return f"{sum(large.ran_away for large in judged)} of {len(judged)} ran away"
+    if any(run.large_heads for run in runs):
+        return f"{ran_away(runs)} ran away"
     largest = [
         max(map(max, scores.values())) for run in runs if (scores := largest_scores(run.signals))
     ]

@@ -1,17 +1,15 @@
 """Compares the growth of scores with the negative control of the same seed and batches."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from lowprec_attn.lab.records import ArmRecord, largest_scores
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import with_legend
 
-_LEGEND = textwrap.fill(
+_LEGEND = (
     "Largest |score| of all layers by step, least and largest over the seeds; then over that of "
     "the negative control with the same seed and batches: the geometric mean, and of how many "
-    "pairs it is above 1. Runs that have ended by a step are left out.",
-    100,
+    "pairs it is above 1. Runs that have ended by a step are left out."
 )
 
 
@@ -38,7 +36,7 @@ def growth_table(records: Sequence[ArmRecord], steps: Sequence[int]) -> str | No
         if name != control:
             pairs = [(run, runs[control][s]) for s, run in of_seeds.items() if s in runs[control]]
             rows.append(["", "over the control's", *(_ratio(pairs, step) for step in steps)])
-    return f"{_LEGEND}\n\n{markdown(['arm', '', *map(str, steps)], rows)}"
+    return with_legend(_LEGEND, ["arm", "", *map(str, steps)], rows)
 
 
 def _largest(record: ArmRecord) -> dict[int, float]:

@@ -1,14 +1,12 @@
 """Summarizes several experiments: outcomes of all arms, and what the warnings were worth."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from lowprec_attn.counts import many
-from lowprec_attn.lab.records import ArmRecord, tokens_read
+from lowprec_attn.lab.records import ArmRecord, ran_away, runaway, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.report.warnings import loss_table, warning_table
-from lowprec_attn.runs.instability.explosion import RUNAWAY_HEADS
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import markdown, with_legend
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
@@ -73,15 +71,13 @@ def runaway_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
     rows = [
         [name, *_runaway_cells(records)] for name, records in [*judged.items(), ("all", everything)]
     ]
-    rules = sorted({record.runaway_rule for record in everything})
-    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in rules)
     legend = (
-        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
-        f"{limits}, or at the first recorded step after it. Counted are runs that were recorded so "
-        "far, by what became of them later. A runaway of the negative control is a false alarm."
+        f"{runaway(record.runaway_rule for record in everything)}. Counted are runs that were "
+        "recorded so far, by what became of them later. A runaway of the negative control is a "
+        "false alarm."
     )
     header = ["experiment", "negative control", "others that held", "exploded", "not finite"]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _runaway_cells(records: Sequence[ArmRecord]) -> list[str]:
@@ -90,14 +86,7 @@ def _runaway_cells(records: Sequence[ArmRecord]) -> list[str]:
         held = "control" if record.arm.control == "negative" else "held"
         broke = "broke" if record.explosion is None else "exploded"
         groups[held if record.held else broke].append(record)
-    return [_ran_away(group) for group in groups.values()]
-
-
-def _ran_away(records: Sequence[ArmRecord]) -> str:
-    if not records:
-        return "–"
-    found = [large for record in records if (large := record.large_heads)]
-    return f"{sum(large.ran_away for large in found)} of {len(records)}"
+    return [ran_away(group) for group in groups.values()]
 
 
 def _row(outcome: ArmOutcome) -> list[str]:

@@ -2,13 +2,12 @@
 
 import collections
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, ran_away, runaway
 from lowprec_attn.lab.report.mechanism import NEITHER
 from lowprec_attn.lab.report.outcomes import (
     GROWING_FACTOR,
@@ -21,15 +20,13 @@ from lowprec_attn.lab.report.outcomes import (
 from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
-    RUNAWAY_HEADS,
     SMOOTHED_STEPS,
-    RunawayRule,
 )
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import markdown, with_legend
 
 _COLUMNS = 7
 _SEEDS_LISTED = 5  # values of more seeds do not fit into a cell
-_BETWEEN = " / "
+_BETWEEN, _NO_RUN = " / ", "no run"
 
 
 def outcome_table(found: Sequence[ArmOutcome]) -> str:
@@ -59,7 +56,6 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     if any(record.rollbacks for record in everything):
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
-    table = markdown(header, rows)
     reasons = undecided(found)
     verdict = f"\nOf explosions nothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
@@ -67,7 +63,8 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     told = {word for outcome in found for word in outcome.words.values()}
     explained = "".join(text for word, text in _EXPLAINED.items() if word in told)
     if judged:
-        explained += _runaway_legend({record.runaway_rule for record in everything})
+        meaning = runaway(record.runaway_rule for record in everything)
+        explained += f"{meaning}; in brackets how many have. "
     legend = (
         f"{listed}{order}. Mechanism: *A*, a row statistic is rounded; *B*, O or P̄V is rounded and "
         f"δ reads it; in brackets the points that do; {NEITHER}, neither. Explosion: the step from "
@@ -76,7 +73,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         f"that exploded, are healthy or behind."
     )
     each = f"\n{_seed_table(found, seeds)}" if many else ""
-    return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}{each}"
+    return f"{with_legend(legend, header, rows)}{verdict if reasons else ''}{each}"
 
 
 _EXPLAINED: dict[Word, str] = {
@@ -90,14 +87,6 @@ _EXPLAINED: dict[Word, str] = {
     "not finite": "*Not finite*: the run ended at a step that was withheld, since a loss, gradient "
     "or update was not finite. ",
 }
-
-
-def _runaway_legend(rules: set[RunawayRule]) -> str:
-    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in sorted(rules))
-    return (
-        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
-        f"{limits}, or at the first recorded step after it; in brackets how many have. "
-    )
 
 
 def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
@@ -127,7 +116,7 @@ def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
         rows.append([arm, str(len(records)), span, what, str(after or "")])
     legend = "Runs that ended at a step that was withheld: where the first value was not finite."
     header = ["arm", "runs", "step", "not finite", "of which exploded before"]
-    return f"{legend}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
@@ -136,17 +125,14 @@ def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
         "By seed: the step of explosion, or what became of the run, and the step at which a value "
         "was not finite."
     )
-    rows = [[str(seed), *(_first_steps(outcome, seed) for outcome in found)] for seed in seeds]
-    table = markdown(["seed", *(outcome.arm.name for outcome in found)], rows)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
-
-
-def _first_steps(outcome: ArmOutcome, seed: int) -> str:
-    return _end(outcome, seed) if seed in outcome.records else "no run"
+    rows = [[str(seed), *(_end(outcome, seed) for outcome in found)] for seed in seeds]
+    return with_legend(legend, ["seed", *(outcome.arm.name for outcome in found)], rows)
 
 
 def _end(outcome: ArmOutcome, seed: int) -> str:
     """Returns the step of the explosion, else the step that was not finite, else the outcome."""
+    if seed not in outcome.records:
+        return _NO_RUN
     record, word = outcome.records[seed], outcome.words[seed]
     if record.explosion is not None:
         return f"{record.explosion:,}"
@@ -169,7 +155,7 @@ def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
 
 def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     if len(seeds) <= _SEEDS_LISTED:
-        return _by_seed({seed: _end(outcome, seed) for seed in outcome.records}, seeds)
+        return _BETWEEN.join(_end(outcome, seed) for seed in seeds)
     steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
     counts = collections.Counter(outcome.words.values())
     parts = [f"{min(steps):,} to {max(steps):,}"] if steps else []
@@ -179,15 +165,14 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    if len(seeds) > _SEEDS_LISTED:
+        return ran_away(outcome.records.values())
     found = {seed: record.large_heads for seed, record in outcome.records.items()}
-    if len(seeds) <= _SEEDS_LISTED:
-        texts = {
-            seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
-            for seed, large in found.items()
-        }
-        return _by_seed(texts, seeds)
-    judged = [large for large in found.values() if large]
-    return f"{sum(large.ran_away for large in judged)} of {len(judged)}" if judged else "–"
+    texts = {
+        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
+        for seed, large in found.items()
+    }
+    return _by_seed(texts, seeds)
 
 
 def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -212,7 +197,7 @@ def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
-    return _BETWEEN.join(texts.get(seed, "no run") for seed in seeds)
+    return _BETWEEN.join(texts.get(seed, _NO_RUN) for seed in seeds)
 
 
 def score_table(
@@ -290,8 +275,7 @@ def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
         [record.arm.title, str(record.seed), *(_extreme(record, name) for name in _ACROSS_STEPS)]
         for record in recorded
     ]
-    table = markdown(["arm", "seed", *_ACROSS_STEPS.values()], rows)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+    return with_legend(legend, ["arm", "seed", *_ACROSS_STEPS.values()], rows)
 
 
 def _extreme(record: ArmRecord, name: str) -> str:

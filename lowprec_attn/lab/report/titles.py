@@ -1,12 +1,11 @@
 """Chooses titles in plain words for the panels of a figure."""
 
 import textwrap
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 from lowprec_attn.lab.experiment import PANEL_WIDTH, Arm
-from lowprec_attn.lab.records import RecordError
+from lowprec_attn.lab.records import RecordError, read_toml
 
 
 def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
@@ -19,16 +18,11 @@ def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
     Raises:
       RecordError: the file is not TOML, or a title is no text.
     """
-    path = directory / "titles.toml"
     words = {arm.name: arm.overrides.get("name") or arm.name.replace("_", " ") for arm in arms}
     titles = {name: textwrap.fill(text, PANEL_WIDTH) for name, text in words.items()}
-    if path.is_file():
-        try:
-            given = tomllib.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RecordError(f"{path} is not TOML: {error}") from error
-        for name, title in given.items():
-            if not isinstance(title, str):
-                raise RecordError(f"{path}: {name} must be a text in quotes, got {title!r}")
-        titles |= given
-    return titles
+    path = directory / "titles.toml"
+    given = read_toml(path)
+    for name, title in given.items():
+        if not isinstance(title, str):
+            raise RecordError(f"{path}: {name} must be a text in quotes, got {title!r}")
+    return titles | given

@@ -7,7 +7,6 @@ mechanism to which the run is open (`report.mechanism`), or the learning rate if
 
 import collections
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.report.mechanism import NEITHER
 from lowprec_attn.lab.report.outcomes import ArmOutcome, wilson
 from lowprec_attn.runs.instability.explosion import EXCESS_NATS
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import markdown, with_legend
 
 FILE = "verdicts.ndjson"
 _NAMES: dict[str, Kind] = {"A": "row_sums", "B": "delta", NEITHER: "rate"}
@@ -112,8 +111,8 @@ def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:
         cells = [_kinds(one for one in of_arm if one.before == n) for n in distances]
         noted = len({one.seed for one in of_arm if one.at_batch})
         rows.append([arm, f"{runs} {what}", " or ".join(named) or NEITHER, *cells, str(noted)])
-    table = markdown(["arm", "runs", "names the cause", *map(_title, distances), "batch"], rows)
-    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+    header = ["arm", "runs", "names the cause", *map(_title, distances), "batch"]
+    return with_legend(legend, header, rows)
 
 
 def _kinds(diagnoses: Iterable[Diagnosis]) -> str:

@@ -5,7 +5,6 @@ The rules are in `diagnostics.rules`, the other two kinds of warning in `runs.in
 
 import collections
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, 
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
 from lowprec_attn.runs.instability.spikes import Divergence, Spike, Spikes
-from lowprec_attn.tables import markdown
+from lowprec_attn.tables import with_legend
 
 
 class Tally(NamedTuple):
@@ -36,11 +35,6 @@ class Tally(NamedTuple):
     quiet: int
     not_finite: int = 0
     not_finite_missed: int = 0
-
-    @property
-    def median_lead(self) -> float | None:
-        """The median lead in steps; None if no run exploded after an alarm."""
-        return statistics.median(self.leads) if self.leads else None
 
 
 Found = Callable[[Signals], Sequence[Alarm]]
@@ -77,26 +71,11 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
                     return step
         return None
 
-    return Reading(label or _label(rule), first, lambda record: is_recorded(record, rule))
+    return Reading(label or _label(rule), first, lambda record: rule.is_recorded(record.signals))
 
 
 def _label(rule: Rule) -> str:
     return f"{rule.name} ≥ {rule.threshold:g}"
-
-
-def of_gradient_norm() -> Reading:
-    """Returns the reading of `runs.instability.gradient_norm` on a record's norms, every tenth."""
-    return Reading(
-        f"gradient's norm ≥ {RISE:g} × its least",
-        lambda record: first_rise(record.gradient_norms, record.warmup_steps),
-        lambda record: bool(record.gradient_norms),
-    )
-
-
-def is_recorded(record: ArmRecord, rule: Rule) -> bool:
-    """Whether the record holds a signal at which the rule looks."""
-    layers = (layer for layers in record.signals.values() for layer in layers)
-    return any(name in layer for layer in layers for name in rule.signals)
 
 
 def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
@@ -155,7 +134,7 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
         "false",
         "in which arms",
     ]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _readings() -> Iterator[Reading]:
@@ -166,14 +145,20 @@ def _readings() -> Iterator[Reading]:
         else:
             yield of_rule(rule, met, f"({label})")
             yield of_rule(rule, alarms, f"{label}, with {rule.only_with}")
-    yield of_gradient_norm()
+    yield Reading(
+        f"gradient's norm ≥ {RISE:g} × its least",
+        lambda record: first_rise(record.gradient_norms, record.warmup_steps),
+        lambda record: bool(record.gradient_norms),
+    )
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
     counts = tally(records, reading)
     held = [record for record in records if record.held]
     arms = collections.Counter(r.arm.name for r in held if reading.first(r) is not None)
-    lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
+    lead = "–"
+    if counts.leads:
+        lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"
     return [
         f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
         lead,
@@ -235,7 +220,7 @@ def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     header = ["experiment", "exploded, spike before", "spike or divergence before"]
     header += ["not finite, spike before", "spike or divergence before"]
     header += ["held, spike", "held, divergence"]
-    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+    return with_legend(legend, header, rows)
 
 
 def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:

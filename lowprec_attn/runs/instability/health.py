@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import rules
-from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
+from lowprec_attn.diagnostics.rules import RULES, Alarm
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
@@ -83,12 +83,8 @@ def judge(history: History) -> Health:
     not_finite = _not_finite(history)
     met = tuple(_met(history.signals, rules.alarms))
     noted = tuple(_met(history.signals, _silent))
-    broken = _breaks(history, watch, explosion, not_finite)
-    warnings = [
-        *_rolled_back(history.rollbacks),
-        *([_first(met)] if met else []),
-        *_in_excess(watch),
-    ]
+    broken = list(_breaks(history, watch, explosion, not_finite))
+    warnings = list(_warnings(history.rollbacks, met, watch))
     state: State = "healthy"
     if broken:
         state = "broken"
@@ -97,7 +93,7 @@ def judge(history: History) -> Health:
         state = "warned"
         sentence = f"Warned: the loss has not exploded in {many(history.own_steps, 'step')}, but "
         sentence += ", and ".join(warnings)
-    elif missing := _missing(history):
+    elif missing := list(_missing(history)):
         state = "unknown"
         sentence = f"Too little was recorded to tell: {', and '.join(missing)}"
     else:
@@ -119,19 +115,17 @@ def _not_finite(history: History) -> int | None:
 
 def _breaks(
     history: History, watch: LossWatch, explosion: int | None, not_finite: int | None
-) -> list[str]:
-    found = []
+) -> Iterator[str]:
     if explosion is not None:
-        found.append(
+        yield (
             f"the loss exploded at step {explosion:,} (its mean of {SMOOTHED_STEPS} steps stayed "
             f"more than {EXCESS_NATS} nats above its best)"
         )
         if not_finite is None and watch.explosion is not None and not watch.excess_steps:
-            found.append("has since come back")
+            yield "has since come back"
     if not_finite is not None:
         message = history.failure.get("message") if "explosion" not in history.failure else None
-        found.append(f"step {not_finite:,} was not finite, {message or 'its loss was not'}")
-    return found
+        yield f"step {not_finite:,} was not finite, {message or 'its loss was not'}"
 
 
 def _lead(met: Sequence[RuleMet], noted: Sequence[RuleMet], history: History) -> str:
@@ -149,53 +143,40 @@ def _aside(noted: Sequence[RuleMet]) -> str:
     return f" ({', '.join(told)}, from step {noted[0].step:,} on, which alone is no warning)"
 
 
-def _first(met: Sequence[RuleMet]) -> str:
-    more = f" (and {len(met) - 1} more, below)" if len(met) > 1 else ""
-    return f"rule {met[0].alarm.rule.name} was met first {met[0]}{more}"
-
-
-def _rolled_back(rollbacks: Sequence[Rollback]) -> list[str]:
-    if not rollbacks:
-        return []
-    times = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times, first"
-    return [f"only since the run went back {times} to step {rollbacks[0].to:,}"]
-
-
-def _in_excess(watch: LossWatch) -> list[str]:
-    if not watch.excess_steps:
-        return []
-    return [
-        f"it has been more than {EXCESS_NATS} nats above its best for the last "
-        f"{many(watch.excess_steps, 'step')}; an explosion takes {LASTING_STEPS}"
-    ]
-
-
-def _missing(history: History) -> list[str]:
-    """Returns what is missing to call a run without an alarm healthy."""
-    found = []
-    if history.own_steps < LASTING_STEPS:
-        taken = (
-            f"{many(history.own_steps, 'step')} {'was' if history.own_steps == 1 else 'were'} taken"
+def _warnings(
+    rollbacks: Sequence[Rollback], met: Sequence[RuleMet], watch: LossWatch
+) -> Iterator[str]:
+    if rollbacks:
+        times = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times, first"
+        yield f"only since the run went back {times} to step {rollbacks[0].to:,}"
+    if met:
+        more = f" (and {len(met) - 1} more, below)" if len(met) > 1 else ""
+        yield f"rule {met[0].alarm.rule.name} was met first {met[0]}{more}"
+    if watch.excess_steps:
+        yield (
+            f"it has been more than {EXCESS_NATS} nats above its best for the last "
+            f"{many(watch.excess_steps, 'step')}; an explosion takes {LASTING_STEPS}"
         )
-        found.append(f"{taken}, and an explosion shows after {LASTING_STEPS}")
+
+
+def _missing(history: History) -> Iterator[str]:
+    """Yields what is missing to call a run without an alarm healthy."""
+    if history.own_steps < LASTING_STEPS:
+        were = "was" if history.own_steps == 1 else "were"
+        taken = f"{many(history.own_steps, 'step')} {were} taken"
+        yield f"{taken}, and an explosion shows after {LASTING_STEPS}"
     if not history.signals:
-        found.append("no signals were recorded (diagnostics_every=0), so no rule could be applied")
+        yield "no signals were recorded (diagnostics_every=0), so no rule could be applied"
     elif len(history.signals) < _LEAST_DIAGNOSTICS:
         (step,) = history.signals
-        found.append(f"signals were recorded at one step only, {step:,}")
-    elif not any(_measures(rule, history.signals) for rule in RULES):
-        found.append("none of the signals that rules look at was recorded")
-    return found
+        yield f"signals were recorded at one step only, {step:,}"
+    elif not any(rule.is_recorded(history.signals) for rule in RULES):
+        yield "none of the signals that rules look at was recorded"
 
 
 def _unmeasured(signals: Mapping[int, Sequence[Layer]]) -> str:
-    lacking = [rule.name for rule in RULES if not _measures(rule, signals)]
+    lacking = [rule.name for rule in RULES if not rule.is_recorded(signals)]
     return f" (not applied, since not recorded: {', '.join(lacking)})" if lacking else ""
-
-
-def _measures(rule: Rule, signals: Mapping[int, Sequence[Layer]]) -> bool:
-    layers = (layer for layers in signals.values() for layer in layers)
-    return any(name in layer for layer in layers for name in rule.signals)
 
 
 def _silent(layer: Layer) -> list[Alarm]:
