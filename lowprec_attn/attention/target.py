@@ -32,7 +32,8 @@ def compiled_for(device: str) -> Iterator[None]:
     for CUDA. It then chooses `gpu`, which runs on every GPU of compute capability 8.0 or higher,
     even where `hopper` would be faster. If the kernels have not been compiled for the named kind,
     which may be a newer one, `gpu` is chosen as well, and a warning is logged. JAX compiles only
-    for kinds that it knows; it raises RuntimeError for others.
+    for kinds that it knows; it raises RuntimeError for others. No kernel for GPUs takes a symbolic
+    batch; `tiled` does.
 
     Args:
       device: JAX's name of the device kind, or the beginning of that name, with or without the
