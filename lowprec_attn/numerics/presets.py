@@ -20,6 +20,11 @@ FLASH = Numerics(
 Each implementation of this library forms exponents in its own way. The presets from
 `flash_attention_3` to `jax_pallas` say how other libraries form them, and what else differs, see
 docs/who_rounds_what.md.
+
+The backward pass of `FLASH` and of the presets made of it reads lse as one number, unless they save
+m and l. Rows whose scores are all near ± 1e6, as in padding that a bias of −1e9 hides, then get
+gradients that are wrong by a factor of up to the number of keys. A mask hides padding without that;
+`MATCHED` and `EXACT` save m and l.
 """
 
 FLASH_ATTENTION_3 = FLASH.replace(exponent="scale_first")

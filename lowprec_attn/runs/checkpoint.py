@@ -243,7 +243,7 @@ class Checkpoints:
         damages = "; ".join(f"checkpoint {step}: {damage}" for step, damage in skipped.items())
         raise CheckpointError(
             f"no checkpoint in {self._directory} is intact ({damages}); "
-            "restore the directory from a copy, or move it away to start anew"
+            "restore the directory from a copy, or start anew in another run directory"
         )
 
     def wait(self) -> None:

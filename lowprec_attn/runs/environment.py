@@ -71,8 +71,9 @@ _SECRET = (
     r"(?:pass(?:word|wd|phrase)?|secret|token|credentials?|signature|sig"
     r"|(?:api|access|private|secret|account)[_-]?key)"
 )
-_IN_ADDRESS = re.compile(r"(?<=://)[^/\s]*@")
-_GIVEN = re.compile(rf"(?i)((?:^|[-_.?&;])(?:[\w-]*[-_.])?{_SECRET}=)[^&;\s]+")
+# Keys of AWS may contain a slash, which a port before a path is told from.
+_IN_ADDRESS = re.compile(r"(?<=://)(?:[^/\s:]*:(?!\d+/).*|[^/\s]*)@")
+_GIVEN = re.compile(rf"(?i)((?:^|[-_.?&;])(?:[\w-]*[-_.])?{_SECRET}=)[^&;]+")
 _OPTION = re.compile(rf"(?i)--?(?:[\w.-]*[-_.])?{_SECRET}")
 
 

@@ -572,6 +572,9 @@ def test_credentials_are_not_recorded(monkeypatch):
     words = {
         "--config.data.path=s3://me:p@ss@host/text": "--config.data.path=s3://***@host/text",
         "https://host/a?token=abc&x=1": "https://host/a?token=***&x=1",
+        "s3://AKIA:se/cr+et@host/text": "s3://***@host/text",
+        "http://host:8080/a@b": "http://host:8080/a@b",
+        "--token=two words": "--token=***",
         "https://host/?sv=1&sig=Zz": "https://host/?sv=1&sig=***",
         "--config.api_key=abc": "--config.api_key=***",
         "--hf-token": "--hf-token",

@@ -379,6 +379,10 @@ def test_no_intact_checkpoint_is_an_error(tmp_path):
         restore(tmp_path)
     text = one_line(error)
     assert f"no checkpoint in {tmp_path} is intact" in text
+    # Without its checkpoints the run would be refused, because it has records.
+    assert text.endswith(
+        "restore the directory from a copy, or start anew in another run directory"
+    )
     assert "checkpoint 2: 00000002-0/" in text and "checkpoint 1: 00000001-0/" in text
 
 
