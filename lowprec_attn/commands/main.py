@@ -118,14 +118,13 @@ def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors end with exit code 1, as those of the commands do.
+    """A parser whose errors are one line and exit code 1, as those of the commands are.
 
     It escapes control characters in its errors, which quote the user's words.
     """
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {printable(message)}\n")
+        self.exit(_fail(f"{printable(message)}; see {self.prog} --help"))
 
 
 def _run(arguments: list[str], debug: bool) -> int:
