@@ -206,7 +206,7 @@ def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
     ignored = facts.get("ignored", np.array([]))
     said = (
         f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as if "
-        "there were none; --causal, if that is what a mask does"
+        "there were none; pass --causal if the mask is causal"
     )
     return [said] if ignored.size else []
 

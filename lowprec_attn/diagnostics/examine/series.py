@@ -96,7 +96,9 @@ def sentences(series: Series) -> list[str]:
         if not found:
             lines.append(f"{quantity.label}: no layer outgrew its past or the other layers.")
     if len(series.places) <= LEAST_BEFORE:
-        lines.append(f"A layer's own past takes {LEAST_BEFORE} measurements and one after them.")
+        lines.append(
+            f"To compare a layer with its past takes {LEAST_BEFORE} measurements and one more."
+        )
     if len(series.layers) == 1:
         lines.append("There are no other layers to compare with.")
     return lines
