@@ -88,17 +88,6 @@ def unknown_field(path: str, known: Iterable[object]) -> str:
       known: the valid names for the last part of the path.
     """
     names = [str(name) for name in known]
-    meant = did_you_mean(path.rpartition(".")[2], names, cutoff=0.4)
+    near = difflib.get_close_matches(path.rpartition(".")[2], names, n=1, cutoff=0.4)
+    meant = f" (did you mean {near[0]}?)" if near else ""
     return f"unknown field {path}{meant}; fields are {', '.join(names)}"
-
-
-def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Returns " (did you mean NAME?)" with the known name that is nearest, or "" if none is near.
-
-    Args:
-      name: the unknown name.
-      known: the valid names.
-      cutoff: the least similarity that is near, of 0 to 1; see `difflib.get_close_matches`.
-    """
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
-    return f" (did you mean {near[0]}?)" if near else ""

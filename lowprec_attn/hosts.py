@@ -80,8 +80,8 @@ def connect(
     except ValueError as error:
         if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ:
             raise RunError(
-                "--distributed: this is a job of Slurm, but no step of it that has processes; "
-                "start them by srun, as in: srun lowprec-attn train --distributed …"
+                "--distributed: this process is in a Slurm job, but srun did not start it; start "
+                "all processes by srun, as in: srun lowprec-attn train --distributed …"
             ) from error
         raise RunError(
             f"this cluster is not recognised ({error}); pass --coordinator_address=HOST:PORT, "

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "results",
         type=Path,
-        help=f"directory with {_RECORDS}, where table.md is written; or a directory of several",
+        help=f"directory with {_RECORDS}, or one that holds several such directories; table.md is "
+        "written beside the records",
     )
     report.add_argument(
         "--layer", type=int, default=1, help="layer of the tables and figure (default %(default)s)"

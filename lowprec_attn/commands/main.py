@@ -100,7 +100,7 @@ def _settle_environment() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if os.environ.pop("JAX_ENABLE_X64", "0").lower() not in ("0", "false", "f", "no", "n", "off"):
         print(
-            "note: JAX_ENABLE_X64 is left aside: this program computes in float32 and below",
+            "note: JAX_ENABLE_X64 is ignored: this program computes in float32 and below",
             file=sys.stderr,
         )
 

@@ -88,7 +88,8 @@ class _TextFile:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             why = "is no file" if path.exists() else "does not exist"
-            raise DataError(f"text file {path} {why}: check the path")
+            pattern = ", and no file matches this pattern" if "*" in path.name else ""
+            raise DataError(f"text file {path} {why}{pattern}: check the path")
         self.path, self.size, self.done = path, path.stat().st_size, 0
         with self._opened() as (_, file):
             _require_text(path, file.read(_HEAD))

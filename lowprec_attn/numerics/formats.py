@@ -1,6 +1,8 @@
 """Number formats as data: what `round_to` needs to know about each format."""
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -95,3 +97,14 @@ def get_format(name: str | Format) -> Format:
     if name not in FORMATS:
         raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns " (did you mean NAME?)" with the known name that is nearest, or "" if none is near.
+
+    Args:
+      name: the unknown name.
+      known: the valid names.
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,6 +1,6 @@
 """Named `Numerics`: the roundings of published kernels and codes, and of proposed cures."""
 
-from lowprec_attn.errors import did_you_mean
+from lowprec_attn.numerics.formats import did_you_mean
 from lowprec_attn.numerics.record import Numerics
 
 EXACT = Numerics(saved_output="float32", statistics="m_and_l")

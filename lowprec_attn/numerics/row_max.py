@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from lowprec_attn.errors import did_you_mean
+from lowprec_attn.numerics.formats import did_you_mean
 
 # The score of a masked pair. It is finite, so that differences of scores are finite too, and exact
 # in bfloat16.

@@ -494,7 +494,7 @@ def test_the_environment_decides_neither_backend_nor_precision(monkeypatch, caps
     main_module._settle_environment()
     assert os.environ["MPLBACKEND"] == "agg"
     assert "JAX_ENABLE_X64" not in os.environ
-    assert "JAX_ENABLE_X64 is left aside" in capsys.readouterr().err
+    assert "JAX_ENABLE_X64 is ignored" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("asked", "threads"), [(None, "1"), ("4", "4")])

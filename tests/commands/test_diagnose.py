@@ -864,7 +864,7 @@ def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
     assert run("--series", *paths) == 0
     text = sentences(capsys.readouterr().out)
     assert "no layer outgrew its past or the other layers" in text
-    assert "A layer's own past takes 3 measurements and one after them" in text
+    assert "To compare a layer with its past takes 3 measurements and one more" in text
     assert "There are no other layers to compare with" in text
     assert "In the lab" not in text
 

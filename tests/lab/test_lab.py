@@ -106,7 +106,7 @@ def test_a_run_ends_with_the_next_command(lab, monkeypatch):
     there = archive.path_of(Path("results", lab.out.name))
     there.parent.mkdir(parents=True)
     there.touch()  # as results/laptop in a checkout, which the command must not replace
-    _, output = lab({"a": "finish", "b": "finish"})
+    _, output = lab({"a": "finish", "b": "fail"})
     assert output.splitlines()[-1].endswith("lab report results/mine")
 
 

@@ -195,7 +195,7 @@ def _not_kept(facts: dict[str, np.ndarray]) -> Iterator[str]:
     if "ignored" in facts and facts["ignored"].size:
         yield (
             f"{', '.join(map(str, facts['ignored'].ravel()))} of the call was not kept: rows are "
-            "judged as if there were none; --causal, if that is what a mask does"
+            "judged as if there were none; pass --causal if the mask is causal"
         )
 
 

@@ -94,7 +94,7 @@ def sentences(series: Series) -> Iterator[str]:
         if not found:
             yield f"{quantity.label}: no layer outgrew its past or the other layers."
     if len(series.places) <= LEAST_BEFORE:
-        yield f"A layer's own past takes {LEAST_BEFORE} measurements and one after them."
+        yield f"To compare a layer with its past takes {LEAST_BEFORE} measurements and one more."
     if len(series.layers) == 1:
         yield "There are no other layers to compare with."
 

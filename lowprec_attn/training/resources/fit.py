@@ -114,7 +114,7 @@ def slice_devices(name: str) -> list[Any]:
     except (RuntimeError, ValueError) as error:
         if importlib.util.find_spec("libtpu") is None:
             raise SliceError(
-                f"to compile for {name} takes the TPU compiler, libtpu, which is not "
+                f"compiling for {name} needs the TPU compiler, libtpu, which is not "
                 f"installed: {installation.command('tpu-compile')}"
             ) from error
         reason = str(error).splitlines()[0]
