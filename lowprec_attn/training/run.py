@@ -199,7 +199,7 @@ def _restore_other(
     assert resume_from is not None
     source = RunDir(resume_from)
     if not source.config.exists():
-        why = "it has no config.json" if resume_from.exists() else "it does not exist"
+        why = "it has no config.json" if source.path.exists() else "it does not exist"
         raise RunError(
             f"resume_from={resume_from} is not a run directory: {why}; give the --workdir of a run"
         )
