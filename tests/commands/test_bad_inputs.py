@@ -217,6 +217,10 @@ CASES = {
         prepare(content=b'{"text": "a"}\n'),
         "is JSON: give it by --dataset json",
     ),
+    "a pattern without files": (
+        ["prepare", "out", "--text", "*.none", "--tokenizer=bytes"],
+        "no file matches this pattern",
+    ),
     # Ranges, before work starts
     "1e9 layers": ([*TINY, "--config.model.layers=1000000000"], "layers must be .* at most 4096"),
     "1e8 heads": ([*TINY, "--config.model.heads=100000000"], "heads must be at least 1 and"),
