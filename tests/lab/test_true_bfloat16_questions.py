@@ -17,6 +17,7 @@ from lowprec_attn.training.optimizer import learning_rate
 from pallas_kernels.gpu import attention as gpu
 
 LLAMA = ROOT / "configs" / "llama_true_bfloat16.toml"
+COARSE = ROOT / "configs" / "coarse.toml"
 REGIME = ROOT / "configs" / "true_bfloat16.toml"
 
 
@@ -115,7 +116,8 @@ def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
     np.testing.assert_allclose(sum_of_rates(one, one.steps), sum_of_rates(other, 3000), rtol=0.01)
 
 
-ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")} | {"llama": LLAMA}
+ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")}
+ASKED |= {"llama": LLAMA, "coarse": COARSE}
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -183,6 +185,26 @@ def test_a_row_of_the_isolation_table_changes_what_it_is_called_after():
     assert set(arms) == {"published", "layer_1", "other_layers", *POINTS, *ROW_MAXIMA}
     for settings in arms.values():
         assert differing(settings, published) <= {"attention"}
+
+
+def test_an_arm_of_few_bits_is_exact_but_for_what_it_is_called_after():
+    groups = {
+        name: next(iter({group for layer in of.attention.layers for group in layer}))
+        for name, of in settings_by_arm(COARSE).items()
+    }
+    exact = groups.pop("exact")
+    points = {"output": {"output", "saved_output"}, "value": {"value"}, "normalized": {"delta"}}
+    for name, group in groups.items():
+        expected = set().union(*(points.get(word, ()) for word in name.split("_")))
+        if name == "output_apart":
+            expected = {"output", "output_bwd"}
+        changed = {
+            f.name
+            for f in dataclasses.fields(exact.numerics)
+            if getattr(group.numerics, f.name) != getattr(exact.numerics, f.name)
+        }
+        assert changed == expected, name
+        assert (group.row_max != exact.row_max) == name.endswith("dynamic_max")
 
 
 def test_an_error_of_delta_is_the_only_rounding():
