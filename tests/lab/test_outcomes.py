@@ -182,11 +182,16 @@ def test_what_decides_nothing_is_said():
         "no arm is the positive control",
         "no arm is the negative control",
     ]
+    held = [record("bad", seed, 1200) for seed in (1, 2)]
+    assert outcomes.undecided(outcomes.outcomes([*held, record("good", 1, 1300)])) == [
+        "bad did not break with seeds 1, 2",
+        "good was not run with seed 2",
+    ]
     runs = [record("bad", 1, 1200), record("good", 1, 1300, 1100), record("good", 2, 1300), *arm]
     assert outcomes.undecided(outcomes.outcomes(runs)) == [
         "bad did not break with seed 1",
         "good exploded with seed 1",
-        "seed 2 has no positive control",
+        "bad was not run with seed 2",
     ]
     lost = outcomes.outcomes([record("bad", 1, 9), record("good", 1, 801, failure=NOT_FINITE)])
     assert "good was not finite with seed 1" in outcomes.undecided(lost)
@@ -217,12 +222,13 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
         "800 / no run / healthy",
         "800",
         "– / no run / +0.250",
+        "2 / no run / 2",
     ]
     assert found["x=lost"][1:4] == ["0 of 1", "0% to 100%", "no run / not finite at 800 / no run"]
     assert found["x=bad (positive control)"][3:5] == ["1,000 / 1,000 / 1,000", "1,000"]
-    assert found["x=good (negative control)"][-1] == "–"
+    assert found["x=good (negative control)"][-2] == "–"
     assert text.startswith("Seeds 1, 2, 3, in this order")
-    assert "nothing is decided" not in text
+    assert "decide nothing" not in text
 
 
 def test_the_table_says_whose_scores_ran_away():
@@ -235,12 +241,15 @@ def test_the_table_says_whose_scores_ran_away():
         record("arm", 4, 2101, 2001, scores=lambda step: large),
     ]
     text = tables.outcome_table(list(decided(*runs, seeds=(1, 2, 3, 4)).values()))
-    assert rows(text)["x=arm"][-1] == "yes (2) / no (0) / – / yes (2)"
+    assert rows(text)["x=arm"][-2:] == [
+        "600 / 600 / 600 / 600",
+        "yes (2) / no (0) / – / yes (2)",
+    ]
     assert rows(text)["x=good (negative control)"][-1] == "– / – / – / –"
     assert "above 512 at step 2,000" in " ".join(text.split())
     many = [record("arm", seed, 2101, scores=lambda step: large) for seed in range(1, 8)]
     text = tables.outcome_table(list(decided(*many, seeds=range(1, 8)).values()))
-    assert rows(text)["arm: x=arm"][-1] == "7 of 7"
+    assert rows(text)["arm: x=arm"][-2:] == ["600 to 600", "7 of 7"]
     short = [dataclasses.replace(run, runaway_rule=RunawayRule(500.0, 300)) for run in many[:1]]
     text = tables.outcome_table(list(decided(*short).values()))
     assert "above 500 at step 300" in " ".join(text.split())
@@ -287,7 +296,7 @@ def test_the_table_of_many_seeds_counts_them():
         "796",
         "+0.000 to +0.170",
     ]
-    assert found["good: x=good (negative control)"][3:] == ["20 healthy", "–", "–"]
+    assert found["good: x=good (negative control)"][3:] == ["20 healthy", "–", "–", "2 to 2"]
     lines = text.splitlines()[-22:]
     heading, _, *of_seed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert heading == ["seed", "bad", "good", "arm"]
@@ -302,7 +311,7 @@ def test_a_table_that_decides_nothing_says_so():
     assert text.startswith("Seed 1. ")
     last = text.splitlines()[-1]
     assert last.startswith(
-        "Of explosions nothing is decided where a control fails: no arm is the positive"
+        "Explosions decide nothing where a control fails: no arm is the positive"
     )
     assert last.endswith("; no arm is the negative control.")
 

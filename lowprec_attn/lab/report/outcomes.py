@@ -128,19 +128,20 @@ def undecided(found: Sequence[ArmOutcome]) -> list[str]:
     sentences = [
         f"no arm is the {kind} control" for kind in ("positive", "negative") if kind not in controls
     ]
+    failures: dict[str, list[int]] = {}
     for seed in sorted({seed for outcome in found for seed in outcome.records}):
-        for control in ("positive", "negative"):
-            if control not in controls:
-                continue
-            outcome = controls[control]
+        for control, outcome in controls.items():
             if seed not in outcome.records:
-                sentences.append(f"seed {seed} has no {control} control")
+                what = "was not run"
+            elif outcome.records[seed].held == (control == "negative"):
                 continue
-            if control == "positive" and outcome.records[seed].held:
-                sentences.append(f"{outcome.arm.name} did not break with seed {seed}")
-            elif control == "negative" and not outcome.records[seed].held:
-                broke = "was not finite" if outcome.words[seed] == "not finite" else "exploded"
-                sentences.append(f"{outcome.arm.name} {broke} with seed {seed}")
+            elif control == "positive":
+                what = "did not break"
+            else:
+                what = "was not finite" if outcome.words[seed] == "not finite" else "exploded"
+            failures.setdefault(f"{outcome.arm.name} {what}", []).append(seed)
+    for what, seeds in failures.items():
+        sentences.append(f"{what} with seed{'s'[: len(seeds) > 1]} {', '.join(map(str, seeds))}")
     return sentences
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.records import ArmRecord, ran_away, runaway
+from lowprec_attn.lab.records import ArmRecord, largest_scores, ran_away, runaway
 from lowprec_attn.lab.report.mechanism import NEITHER
 from lowprec_attn.lab.report.outcomes import (
     GROWING_FACTOR,
@@ -49,6 +49,9 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         if name != outcome.arm.title and (many or titles[name] == name):
             row[0] = f"{name}: {row[0]}"  # the name in the figure and in the table of seeds
     everything = [record for outcome in found for record in outcome.records.values()]
+    if any(record.signals for record in everything):
+        header.append("largest score at the end")
+        rows = [[*row, _scores(o, seeds)] for row, o in zip(rows, found, strict=True)]
     judged = any(record.large_heads for record in everything)
     if judged:
         header.append("runaway")
@@ -57,7 +60,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
     reasons = undecided(found)
-    verdict = f"\nOf explosions nothing is decided where a control fails: {'; '.join(reasons)}.\n"
+    verdict = f"\nExplosions decide nothing where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     order = ", in this order" if len(seeds) > 1 and not many else ""
     told = {word for outcome in found for word in outcome.words.values()}
@@ -162,6 +165,22 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     others: tuple[Word, ...] = ("behind", "healthy", "growing", "censored", "not finite")
     parts += [f"{counts[word]} {word}" for word in others if counts[word]]
     return _BETWEEN.join(parts)
+
+
+def _scores(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    """Returns the largest |score| of all layers at the last record of each run."""
+    last = {
+        seed: max(largest_scores(record.signals)[max(record.signals)])
+        for seed, record in outcome.records.items()
+        if record.signals
+    }
+    if not last:
+        return "–"
+    if len(seeds) <= _SEEDS_LISTED:
+        return _by_seed(
+            dict.fromkeys(outcome.records, "–") | {s: _number(x) for s, x in last.items()}, seeds
+        )
+    return f"{_number(min(last.values()))} to {_number(max(last.values()))}"
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -336,4 +355,4 @@ def _largest_rise(losses: Mapping[int, float]) -> str:
 
 def _number(x: float) -> str:
     """Formats a number from 10 on without decimals, and a smaller one with two digits."""
-    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
