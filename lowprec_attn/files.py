@@ -101,7 +101,8 @@ def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path] = 
             raise DiskError(f"{option} {path}: there is no directory {path.parent}")
         require_output(path, reads)
     if len({path.resolve() for path in given.values()}) < len(given):
-        raise DiskError(f"{' and '.join(given)} both name {path}; give two files")
+        first, *_ = given.values()
+        raise DiskError(f"{' and '.join(given)} both name {first}; give two files")
 
 
 def _require_file_or_nothing(path: Path) -> None:

@@ -701,7 +701,8 @@ def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
     """The limit is 32 MiB for the operands that programs walk over: K and V, or Q and dO."""
     of, tile = SHAPES[shape], ForwardTile(longest_first=True)
     x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
-    problem = Problem.of(x, x, call(GROUPED).spec, default_block_sizes(of.head_size))
+    spec = call(GROUPED, kv_block=None).spec
+    problem = Problem.of(x, x, spec, default_block_sizes(of.head_size))
     for scheduler in (problem.by_query(tile), problem.by_key(tile)):
         assert isinstance(scheduler, LongestFirstScheduler)
         rounds = -(-scheduler.tiles * heads // scheduler.grid)
@@ -715,7 +716,7 @@ def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
     """Up to the end of the vectors; tiles of equal length are dealt out in order."""
     sizes = default_block_sizes(64, long=True)
     x = jax.ShapeDtypeStruct((2, rows, 3, 64), jnp.bfloat16)
-    spec = dataclasses.replace(call(GROUPED).spec, is_causal=is_causal)
+    spec = dataclasses.replace(call(GROUPED, kv_block=None).spec, is_causal=is_causal)
     problem = Problem.of(x, x, spec, sizes)
     scheduler = problem.by_query(sizes.forward)
     assert isinstance(scheduler, LongestFirstScheduler if is_causal else StaticScheduler)

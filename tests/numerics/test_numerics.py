@@ -218,7 +218,7 @@ def test_grads_default_to_the_format_of_their_input() -> None:
     [
         (
             lambda: numerics.get_preset("fast"),
-            "'fast'; presets are exact, flash, flash_att",
+            r"'fast' \(did you mean flash\?\); presets are exact, flash, flash_att",
         ),
         (lambda: FLASH.replace(score="bfloat16"), "'score'; points are query, key, scores"),
         (lambda: FLASH.replace(scores="bf15"), "unknown format 'bf15'; formats are float32"),

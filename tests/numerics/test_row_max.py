@@ -325,7 +325,10 @@ def test_fully_masked_row_under_each_rule() -> None:
         (lambda: DynamicMax(max_shift=0.0), "max_shift.*0.0"),
         (lambda: LazyMax(threshold=65.0), r"threshold must lie in \[0, 64\], got 65.0"),
         (lambda: LazyMax(threshold=float("nan")), "got nan"),
-        (lambda: numerics.get_row_max("dynamic"), "'dynamic'; rules are standard, published"),
+        (
+            lambda: numerics.get_row_max("dynamic"),
+            r"'dynamic' \(did you mean dynamic_max\?\); rules are standard, published",
+        ),
         (lambda: numerics.get_row_max("standard", beta=2.0), "'standard' has no option 'beta'"),
         (lambda: numerics.get_row_max("dynamic_max", clamp=1.0), "'clamp'; it has beta"),
     ],
