@@ -157,10 +157,10 @@ def test_the_table_reads_the_layers_by_their_number(collected):
     assert found["arm"][:2] == ["50", "100"]
     at_50, at_100 = score(50, 10), score(100, 10)
     others = score(100, 1)
-    calm = [f"{at_50:.0f}", f"{at_100:.0f}", f"{others:.0f}", "12.0", "2.250", "none", "no"]
+    calm = [f"{at_50:,.0f}", f"{at_100:,.0f}", f"{others:,.0f}", "12.0", "2.250", "none", "no"]
     assert found["act=finish"] == calm
     others = score(50, 1)
-    wild = [f"{at_50:.0f}", "–", f"{others:.0f}", "12.0", "2.250", "0.75 at 40", "57"]
+    wild = [f"{at_50:,.0f}", "–", f"{others:,.0f}", "12.0", "2.250", "0.75 at 40", "57"]
     assert found["act=nan"] == wild
 
 
