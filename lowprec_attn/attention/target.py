@@ -46,12 +46,13 @@ def compiled_for(device: str) -> Iterator[None]:
         instead.
 
     Example:
-      # JAX exports kernels only if asked not to check how long their format stays readable.
-      kernels = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
-      unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in kernels]
-      with attention.compiled_for("NVIDIA H100"):
-          export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=unchecked)
-          exported = export(q, k, v)
+      JAX exports kernels only if asked not to check how long their format stays readable::
+
+          kernels = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+          unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in kernels]
+          with attention.compiled_for("NVIDIA H100"):
+              f = jax.jit(attend)
+              exported = jax.export.export(f, platforms=["cuda"], disabled_checks=unchecked)(q, k, v)
     """
     kind = _kind(device)
     if not jax.sharding.get_abstract_mesh().empty:

@@ -355,8 +355,8 @@ def test_what_changes_scores_is_refused_by_diagnose(tmp_path):
     taken.save(tmp_path / "a.npz")
     (layer,) = array_file.load(tmp_path / "a.npz")
     assert layer.notes == (
-        "dropout_p of the call was not kept: rows are judged as if there were none; --causal, if "
-        "that is what a mask does",
+        "dropout_p of the call was not kept: rows are judged as if there were none; pass --causal "
+        "if the mask is causal",
     )
 
 
