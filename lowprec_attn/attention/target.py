@@ -51,8 +51,8 @@ def compiled_for(device: str) -> Iterator[None]:
           kernels = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
           unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in kernels]
           with attention.compiled_for("NVIDIA H100"):
-              f = jax.jit(attend)
-              exported = jax.export.export(f, platforms=["cuda"], disabled_checks=unchecked)(q, k, v)
+              f, to = jax.jit(attend), ["cuda"]
+              exported = jax.export.export(f, platforms=to, disabled_checks=unchecked)(q, k, v)
     """
     kind = _kind(device)
     if not jax.sharding.get_abstract_mesh().empty:
