@@ -111,7 +111,7 @@ def test_an_exported_program_has_the_kernel_of_the_device_that_was_named():
 
 
 def test_the_example_of_the_docstring_runs():
-    example = textwrap.dedent(attention.compiled_for.__doc__.partition("Example:\n")[2])
+    example = textwrap.dedent(attention.compiled_for.__doc__.partition("readable::\n")[2])
 
     def attend(q, k, v):
         return attention.dot_product_attention(q, k, v, is_causal=True)
