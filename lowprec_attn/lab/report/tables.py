@@ -168,12 +168,13 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _scores(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
-    """Returns the largest |score| of all layers at the last record of each run."""
-    last = {
-        seed: max(largest_scores(record.signals)[max(record.signals)])
-        for seed, record in outcome.records.items()
-        if record.signals
-    }
+    """Returns the largest |score| of all layers at the last record of each run, or NaN."""
+    last: dict[int, float] = {}
+    for seed, record in outcome.records.items():
+        if record.signals:
+            step = max(record.signals)
+            (of_layers,) = largest_scores({step: record.signals[step]}).values()
+            last[seed] = float(np.max(of_layers))  # unlike `max`, it keeps a NaN
     if not last:
         return "–"
     if len(seeds) <= _SEEDS_LISTED:
