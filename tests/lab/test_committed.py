@@ -230,11 +230,15 @@ def _row(run: records.ArmRecord) -> tuple[str, ...]:
     return (*_cells(run), f"{run.val_losses[2500]:.3f}")
 
 
-def _error_of_delta(run: records.ArmRecord) -> str:
-    of = run.signals[1500][causes_figure.LAYER]
+def _error_of_delta(run: records.ArmRecord, step: int = 2500) -> float:
+    """The norm of what δ's error causes in W_Q's gradient, in the worst head of the layer."""
+    of = run.signals[step][causes_figure.LAYER]
     true = np.array(of["query_weight_gradient_exact"])
-    error = np.max(true * np.array(of["query_weight_gradient_error_from_delta"]))
-    return f"{float(f'{error:.2g}'):g}"
+    return float(np.max(true * np.array(of["query_weight_gradient_error_from_delta"])))
+
+
+def _error_cell(run: records.ArmRecord) -> str:
+    return f"{float(f'{_error_of_delta(run):.2g}'):g}"
 
 
 def test_the_page_of_an_error_of_delta_has_what_the_records_have():
@@ -246,10 +250,10 @@ def test_the_page_of_an_error_of_delta_has_what_the_records_have():
     for name, cells in rows.items():
         if name == "exact_output":
             others = records.read_all(directory / "causes")
-            found = [_error_of_delta(run) for run in others if run.arm.name == name]
+            found = [_error_cell(run) for run in others if run.arm.name == name]
             assert cells.split("|")[-1].strip() == ", ".join(found)
             continue
-        found = [(*_cells(run), _error_of_delta(run)) for run in runs if run.arm.name == name]
+        found = [(*_cells(run), _error_cell(run)) for run in runs if run.arm.name == name]
         assert [cell.strip() for cell in cells.split("|")] == [
             ", ".join(of_seeds) for of_seeds in zip(*found, strict=True)
         ], name
@@ -266,6 +270,64 @@ def test_an_error_of_delta_of_random_sign_leaves_the_scores_of_exact():
     assert max(scores) < 512 < control / 10
     page = (ROOT / "docs" / "failure.md").read_text()
     assert ", ".join(f"{score:,.0f}" for score in scores) in page
+
+
+def test_an_error_of_o_runs_away_if_the_forward_pass_has_it_too():
+    """Also checks what docs/failure.md says of it, and the sizes in the page of δ."""
+    directory = RESULTS / "true_bfloat16"
+    shared, apart = (
+        [run for run in records.read_all(directory / "delta") if run.arm.name == arm]
+        for arm in ("output_stochastic", "output_apart")
+    )
+    assert [run.seed for run in (*shared, *apart)] == [1, 2, 3] * 2
+    (first,) = (run for run in records.read_all(directory / "delta") if run.arm.name == "exact")
+    others = [run for run in records.read_all(directory / "arithmetic") if run.arm.name == "exact"]
+    exact = {run.seed: causes_figure.last_score(run) for run in others} | {
+        1: causes_figure.last_score(first)
+    }
+    for one, other in zip(shared, apart, strict=True):
+        assert causes_figure.last_score(one) > 18 * exact[one.seed]
+        assert causes_figure.last_score(other) < 1.8 * exact[one.seed]
+        assert 0.8 < _error_of_delta(one, 500) / _error_of_delta(other, 500) < 1.25
+        assert _error_of_delta(one) < _error_of_delta(other)
+    page = (ROOT / "docs" / "failure.md").read_text().replace("\n", " ")
+    ends = f"ends at {_listed(shared)}; for δ alone, errors as large, at {_listed(apart)},"
+    assert ends in page
+
+
+def _listed(runs: list[records.ArmRecord]) -> str:
+    return ", ".join(f"{causes_figure.last_score(run):,.0f}" for run in runs)
+
+
+def test_the_page_of_coarse_has_what_the_records_have():
+    page = (RESULTS / "coarse" / "README.md").read_text()
+    runs = records.read_all(RESULTS / "coarse")
+    table = page[page.index("|---") : page.index("**What it says")]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[1:] if row]
+    arms = ("output", "output_value", "output_value_dynamic_max", "exact")
+    for arm, row in zip(
+        (*arms, *(f"output_{bits}" for bits in (3, 4, 5, 6)), "output_apart"), rows, strict=True
+    ):
+        of = sorted((run for run in runs if run.arm.name == arm), key=lambda run: run.seed)
+        assert row[1] == ", ".join(_first_with_two_heads(run) for run in of), arm
+        assert row[2] == ", ".join(f"{_largest(run, 1000):,.0f}" for run in of), arm
+        ended = all(max(run.signals) == 1400 for run in of)
+        if ended or arm == "output_value":
+            assert row[3] == ", ".join(f"{_largest(run):,.0f}" for run in of), arm
+
+
+def _largest(run: records.ArmRecord, step: int | None = None) -> float:
+    """The largest score of all layers at a step, or at the last record."""
+    layers = run.signals[max(run.signals) if step is None else step]
+    return max(max(of["score_maximum"]) for of in layers)
+
+
+def _first_with_two_heads(run: records.ArmRecord) -> str:
+    """The first recorded step at which two heads are above 512."""
+    for step, layers in sorted(run.signals.items()):
+        if sum(score > 512 for of in layers for score in of["score_maximum"]) >= 2:
+            return f"{step:,}"
+    return "–"
 
 
 def test_errors_of_delta_have_no_mean_of_one_sign():
@@ -286,9 +348,10 @@ def test_errors_of_delta_have_no_mean_of_one_sign():
     assert f"`flash` has {mean:.3f} ± {error:.3f} and {spread:.2f}," in page.replace(
         "−", "-"
     ).replace("\n ", "")
-    of, by = means["delta_stochastic"], spreads["delta_stochastic"]
-    said = f"{min(of):.3f} to {max(of):.3f} and {min(by):.2f} to {max(by):.2f}"
-    assert said in page
+    for arm in ("output_stochastic", "output_apart", "delta_stochastic"):
+        of, by = means[arm], spreads[arm]
+        said = f"`{arm}` {min(of):.3f} to {max(of):.3f} and {min(by):.2f} to {max(by):.2f}"
+        assert said in page.replace("−", "-"), arm
 
 
 def test_the_page_of_the_recipes_has_what_the_records_have():
@@ -350,7 +413,7 @@ def test_of_the_public_code_no_rounding_but_that_of_l_runs_away_by_itself():
     for arm in ("only_dp", "float32_normalizer"):
         assert sorted(heads[arm]) in ([0, 1, 2], [1, 1, 2]), arm
     page = (ROOT / "docs" / "failure.md").read_text()
-    paragraph = page[page.index("three such roundings") : page.index("**Size does not")]
+    paragraph = page[page.index("three such roundings") : page.index("**The forward pass must")]
     groups = (
         ("auxiliary_output", "float32_pv", "float32_output", "dp_p"),
         ("normalized", "dp_p_float32_normalizer"),

@@ -116,7 +116,7 @@ def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
     np.testing.assert_allclose(sum_of_rates(one, one.steps), sum_of_rates(other, 3000), rtol=0.01)
 
 
-ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")}
+ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes", "why")}
 ASKED |= {"llama": LLAMA, "coarse": COARSE}
 
 
