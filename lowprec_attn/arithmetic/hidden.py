@@ -2,9 +2,10 @@
 
 A product with 0 does not hide NaN or infinity. The plain implementations drop hidden pairs one by
 one (`products.seen_dot`). A kernel instead receives arrays with zeros in the queries that see no
-key and in the keys that no query sees. A key that some row of its head sees stays as it is for all
-rows. Where rows share a scale, an infinity in one of them would set the scale of the others, so the
-plain implementations receive arrays with zeros in place of hidden infinities.
+key and in the keys that no query sees, or reads zeros there (`pallas_kernels.gpu.hopper.ends`). A
+key that some row of its head sees stays as it is for all rows. Where rows share a scale, an
+infinity in one of them would set the scale of the others, so the plain implementations receive
+arrays with zeros in place of hidden infinities.
 """
 
 from typing import NamedTuple
@@ -45,12 +46,10 @@ class Seen(NamedTuple):
             for side, x in zip(sides, arrays, strict=True)
         )
 
-    def without_gradients(self, o: Array, lse: Array) -> tuple[Array, Array]:
-        """Returns O [B, T, N, H] and lse [B, T, N] without gradients in rows that see no key."""
-        return (
-            jnp.where(self.rows[..., None], o, lax.stop_gradient(o)),
-            jnp.where(self.rows, lse, lax.stop_gradient(lse)),
-        )
+    def without_gradient(self, x: Array) -> Array:
+        """Returns O [B, T, N, H] or lse [B, T, N] without a gradient in rows that see no key."""
+        rows = self.rows if x.ndim == 3 else self.rows[..., None]
+        return jnp.where(rows, x, lax.stop_gradient(x))
 
 
 def seen_by_any(
@@ -86,17 +85,39 @@ def _reach(spec: Spec) -> tuple[int, int]:
     return left, min(right, 0) if spec.is_causal else right
 
 
-def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
-    """Finds what is seen from positions alone, by intervals of keys per row and of rows per key."""
+def lengths_alone_hide(extras: Extras) -> bool:
+    """Whether a call has lengths, and neither a mask nor segments.
+
+    What nothing sees then comes last, see `ends_by_position`.
+    """
+    has_lengths = extras.query_lengths is not None or extras.key_lengths is not None
+    return has_lengths and extras.mask is None and extras.query_segments is None
+
+
+def ends_by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> tuple[Array, Array]:
+    """How many rows see a key, and how many keys a row sees, by position and lengths: [B] or [].
+
+    These rows and keys come first, and the others last. A number may be negative, for none.
+    """
     left, right = _reach(spec)
-    row, key = span(0, rows)[None], span(0, keys)[None]
     of_rows, of_keys = (
-        jnp.int32(size) if lengths is None else lengths[:, None]
+        jnp.int32(size) if lengths is None else lengths
         for lengths, size in ((extras.query_lengths, rows), (extras.key_lengths, keys))
     )
-    sees = jnp.maximum(row - left, 0) <= jnp.minimum(row + right, of_keys - 1)
-    seen = jnp.maximum(key - right, 0) <= jnp.minimum(key + left, of_rows - 1)
-    return Seen((sees & (row < of_rows))[..., None], (seen & (key < of_keys))[..., None])
+    return (
+        jnp.where(of_keys > 0, jnp.minimum(of_rows, of_keys + left), 0),
+        jnp.where(of_rows > 0, jnp.minimum(of_keys, of_rows + right), 0),
+    )
+
+
+def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
+    """Finds what is seen from positions and lengths alone."""
+    ends = ends_by_position(extras, spec, rows, keys)
+    of_rows, of_keys = (
+        span(0, size) < jnp.reshape(end, (-1, 1))
+        for size, end in zip((rows, keys), ends, strict=True)
+    )
+    return Seen(of_rows[..., None], of_keys[..., None])
 
 
 def _in_pairs(extras: Extras, spec: Spec, q: Array, k: Array) -> Seen:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.hidden import seen_by_any
+from lowprec_attn.arithmetic.hidden import lengths_alone_hide, seen_by_any
 from lowprec_attn.arithmetic.operands import share_scales
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
@@ -266,14 +266,16 @@ def _attend(
         seen = seen_by_any(extras, spec, q, k, ends_at_lengths=ends_at_lengths)
     elif share_scales(spec.numerics):
         return _attend_in_scales(module, spec, arrays, extras)
+    # `hopper` reads zeros where lengths hide rows and keys, and returns gradients of 0 there.
+    is_clean = module is hopper and lengths_alone_hide(extras)
     if seen is not None:
-        arrays = seen.clean(arrays)
+        arrays = arrays if is_clean else seen.clean(arrays)
         if extras.sinks is not None:  # the kernel and the rows without keys add up their gradients
             extras = extras._replace(sinks=extras.sinks.astype(jnp.float32))
     o, lse, *max_logit = _results(module, spec, arrays, extras)
     if seen is None:
         return o, lse, *max_logit
-    o, lse = seen.without_gradients(o, lse)
+    o, lse = o if is_clean else seen.without_gradient(o), seen.without_gradient(lse)
     if extras.sinks is not None:  # a row without keys passes dlse on to its sink, if it has one
         of_kernel = seen.rows | (extras.sinks == -jnp.inf)[None, None]
         lse = jnp.where(of_kernel, lse, _lse_without_keys(extras, lse))

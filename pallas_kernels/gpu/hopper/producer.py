@@ -21,8 +21,9 @@ from pallas_kernels.gpu.hopper.backward.key_operands import (
     steps_of,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile, Tile
+from pallas_kernels.gpu.hopper.ends import Ends, EndsOfElement
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
-from pallas_kernels.gpu.hopper.machine.pipeline import Copy, Pipeline
+from pallas_kernels.gpu.hopper.machine.pipeline import Copy, Pipeline, Source
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -31,15 +32,39 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class LoadedKeys(NamedTuple):
-    """k and v, or the packed array in the place of each; `segments`, if ids hide keys."""
+    """k and v, or the packed array in the place of each.
+
+    `segments` are there if ids hide keys, `ends` if lengths alone do.
+    """
 
     k: Ref
     v: Ref
     segments: Segments | None
+    ends: Ends | None
+
+
+class _Element(NamedTuple):
+    """The batch element of a tile; `ends` are there if lengths alone hide keys."""
+
+    problem: Problem
+    batch: Array
+    ends: EndsOfElement | None
+
+    @classmethod
+    def of(cls, work: WorkTile, ends: Ends | None, problem: Problem) -> "_Element":
+        """The batch element of a tile."""
+        own = None if ends is None else ends.of_element(work.batch, problem)
+        return cls(problem, work.batch, own)
+
+    def part(self, name: str, ref: Ref, start: Array, size: int, head: Array) -> Source:
+        """`size` rows from `start` on of one head of the array of that name."""
+        plane = {"k": 1, "v": 2}.get(name, 0)
+        own = self.problem.part(ref, self.batch, start, size, head, plane=plane)
+        return own if self.ends is None else self.ends.part(name, own, start, size, head)
 
 
 def load_query_tiles(
-    rows: tuple[Ref, ...],
+    rows: dict[str, Ref],
     keys: LoadedKeys,
     pipelines: tuple[Pipeline, Pipeline, Pipeline],
     problem: Problem,
@@ -51,7 +76,8 @@ def load_query_tiles(
     """Loads all tiles of a program that owns queries, and the keys that they see.
 
     Args:
-      rows: arrays with a row for every query, q first. Each has one buffer of their pipeline.
+      rows: arrays with a row for every query, by name, q first. Each has one buffer of their
+        pipeline.
       keys: k, v, and the ids of keys, which come with k.
       pipelines: the pipelines of the rows, of k and of v.
       problem, tile: the kernel's problem and tile.
@@ -67,13 +93,14 @@ def load_query_tiles(
         tiles, steps = done
         work = scheduler.work_tile(program, u)
         start = work.block * tile.owned
+        element = _Element.of(work, keys.ends, problem)
 
         def load_rows() -> None:
             copies = []
             for w in range(tile.owned // ROWS):
-                place = (work.batch, start + w * ROWS, ROWS, work.head)
-                for buffer, ref in enumerate(rows):
-                    copies.append((problem.part(ref, *place), buffer, (w,)))
+                place = (start + w * ROWS, ROWS, work.head)
+                for buffer, (name, ref) in enumerate(rows.items()):
+                    copies.append((element.part(name, ref, *place), buffer, (w,)))
             of_rows.producer_load(tiles, *copies)
 
         # If q has a second stage, the next tile's q is loaded while the consumers still multiply
@@ -84,11 +111,10 @@ def load_query_tiles(
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
 
-        def parts(t: Array) -> list[Ref]:
+        def parts(t: Array) -> list[Source]:
             step = t if begin is None else begin + t
-            place = (work.batch, step * tile.step, tile.step, kv_head)
-            planes = ((keys.k, 1), (keys.v, 2))
-            return [problem.part(ref, *place, plane=plane) for ref, plane in planes]
+            place = (step * tile.step, tile.step, kv_head)
+            return [element.part(name, getattr(keys, name), *place) for name in ("k", "v")]
 
         def load_keys(t: Array, n: Array) -> Array:
             with_k: list[Copy] = []
@@ -140,14 +166,15 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
         work = scheduler.work_tile(program, u)
         start = work.block * tile.owned
         steps = steps_of(problem, tile, start, work, first, x.segments)
-        pl.when(work.is_valid)(partial(load_keys, tiles, start, work))
+        element = _Element.of(work, x.ends, problem)
+        pl.when(work.is_valid)(partial(load_keys, tiles, start, work.head, element))
 
         def load_queries(t: Array, n: Array) -> Array:
             head, step = steps.of(t, work.head, problem.group)
             row = step * tile.step
 
-            def rows_of(buffer: int, ref: Ref) -> Copy:
-                return problem.part(ref, work.batch, row, tile.step, head), buffer, ()
+            def rows_of(buffer: int, name: str) -> Copy:
+                return element.part(name, getattr(x, name), row, tile.step, head), buffer, ()
 
             def vector_of(ref: Ref) -> Ref:
                 return ref.at[work.batch, head, pl.ds(row, tile.step)]
@@ -157,15 +184,15 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
                 vectors["inverse_l"] = vector_of(x.inverse_l)
             if x.segments is not None:
                 vectors["ids"] = x.segments.rows.at[work.batch, pl.ds(row, tile.step)]
-            of_q = [rows_of(0, x.q)]
+            of_q = [rows_of(0, "q")]
             of_q += [(ref, OFFSET, place_of(name, problem)) for name, ref in vectors.items()]
             shared.q.producer_load(n, *of_q)
             of_do = [
-                rows_of(0, x.do),
+                rows_of(0, "do"),
                 (vector_of(x.dp_offset), OFFSET, place_of("dp_offset", problem)),
             ]
             if x.correction is not None:
-                of_do.append(rows_of(CORRECTION, x.correction))
+                of_do.append(rows_of(CORRECTION, "correction"))
             shared.do.producer_load(n, *of_do)
             return n + 1
 
@@ -174,12 +201,13 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
         first = lax.fori_loop(0, steps.length * problem.group, load_queries, first)
         return tiles + work.is_valid.astype(jnp.int32), first
 
-    def load_keys(tiles: Array, start: Array, work: WorkTile) -> None:
+    def load_keys(tiles: Array, start: Array, head: Array, element: _Element) -> None:
         copies = []
         for w in range(tile.owned // ROWS):
-            place = (work.batch, start + w * ROWS, ROWS, work.head)
-            for buffer, ref in enumerate((x.k, x.v)):
-                copies.append((problem.part(ref, *place, plane=1 + buffer), buffer, (w,)))
+            place = (start + w * ROWS, ROWS, head)
+            for buffer, name in enumerate(("k", "v")):
+                part = element.part(name, getattr(x, name), *place)
+                copies.append((part, buffer, (w,)))
         shared.keys.producer_load(tiles, *copies)
 
     done = (jnp.int32(0), jnp.int32(0))

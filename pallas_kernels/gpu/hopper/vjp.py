@@ -15,6 +15,7 @@ from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs
 from pallas_kernels.gpu.hopper.backward.query_gradients import query_gradients
 from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
+from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.segments import Segments
@@ -31,6 +32,7 @@ class _Residuals(NamedTuple):
     o_low: Array | None
     offset: Array
     inverse_l: Array | None
+    ends: Ends | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -47,11 +49,11 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, .
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
     problem = _problem(q, k, spec, extras, segments)
-    start = None
+    start, ends = None, Ends.of(arrays, extras, spec)
     if extras.sinks is not None:
         sinks = first_order_only(extras.sinks, "hopper")
         start, extras = start_of_rows(sinks, problem), extras._replace(sinks=sinks)
-    out = named(forward(q, k, v, problem, segments, start))
+    out = named(forward(q, k, v, problem, segments, start, ends))
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
         saved, low = out.o, out.saved
@@ -59,26 +61,27 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, .
         x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
     )
     result = (out.o, without_beyond(lse, extras), *max_logit)
-    return result, _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l)
+    return result, _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l, ends)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Arrays, Extras]:
     do, dlse = first_order_only(cotangents[:2], "hopper")
-    arrays, extras, o_saved, o_low, offset, inverse_l = res
+    arrays, extras, o_saved, o_low, offset, inverse_l, ends = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
     problem = _problem(q, k, spec, extras, segments)
     if problem.sums_queries:
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
-    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments)
+    ends = None if ends is None else ends.backward(do)
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments, ends)
     dq, dp_offset, *found = query_gradients(inputs, problem)
     correction = found[0] if found else None
     of_extras = Extras()
     if extras.sinks is not None:
         of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
-    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments, ends)
     if not problem.packed:
         return (dq, *key_gradients(keys, problem)), of_extras
     # A mutable array, because the second kernel writes planes 1 and 2 beside the first one's dQ.
@@ -89,7 +92,7 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
 
 def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> Arrays:
     """Computes all three gradients in one kernel, see `dq_accumulator`."""
-    arrays, _, o_saved, _, offset, _ = res
+    arrays, o_saved, offset = res.arrays, res.o_saved, res.offset
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     sums = dq_accumulator.sums(problem)
     dp_offset = dq_accumulator.offset_of_dp(o_saved, do, dlse, problem)

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.backward import key_operands
 from pallas_kernels.gpu.hopper.backward.key_operands import KeyIds, KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.ends import without_beyond
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
@@ -88,16 +89,17 @@ def _consume(
 
     def begin(work: WorkTile, tiles: Array, key: Array, steps: Steps) -> Callable[[], None]:
         keys = _SharedKeys(problem, tile, shared, tiles, steps, key, work, x.segments)
-        return partial(_differentiate, me, add, out, keys)
+        return partial(_differentiate, me, add, x, out, keys)
 
     return key_operands.each_tile(lax.axis_index("program"), problem, tile, x.segments, begin)
 
 
-def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
+def _differentiate(me: int, add: _Step, x: KeyInputs, out: Ref, keys: _SharedKeys) -> None:
     """Computes one tile: its mainloop and its epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
     if me == _VALUES:
         keys = keys._replace(ids=KeyIds.of(keys.segments, work.batch, keys.key))
+    end = x.end(work, problem)
     shared.keys.consumer_wait(keys.tiles)
     total = pl.run_scoped(partial(_mainloop, add, keys), accumulator(ROWS, problem.head_size))
     if me == _KEYS and problem.scales_last:
@@ -105,7 +107,7 @@ def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
     # The sum leaves through memory that only this warpgroup has read and no longer needs: dV
     # through the memory of k, dK through the memory of v.
     memory = shared.keys.get(keys.tiles, 0, buffer=me)
-    memory[...] = total.astype(problem.dtype)
+    memory[...] = without_beyond(total, keys.key, end).astype(problem.dtype)
     place = (work.batch, keys.key, ROWS, work.head)
     plane = 2 if me == _VALUES else 1
     key_operands.epilogue([(memory, problem.part(out, *place, plane=plane))])

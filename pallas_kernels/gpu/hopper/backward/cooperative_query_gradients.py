@@ -30,6 +30,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     summed,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.ends import without_beyond
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
@@ -183,7 +184,7 @@ def _add_to_pk(
 def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
     """Computes and stores dQ, and what dS adds to dP, which the dK and dV kernel reads."""
     problem, shared, work, row = rows.problem, rows.shared, rows.work, rows.row
-    dlse = of_rows(x.dlse, work, row)
+    dlse, end = of_rows(x.dlse, work, row), x.end(work, problem)
     shared.rows.consumer_wait(rows.tiles)
     of_dp = -delta(x, shared.rows, rows.tiles, 0, work, row, problem)
     if not problem.scales_last:
@@ -202,6 +203,7 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
         columns = columns - along_rows(lacks, pk.shape) * pk
         if problem.scales_last:
             columns = columns * np.float32(problem.spec.scale)
+        columns = without_beyond(columns, row, end)
         memory[:, pl.ds(piece * ROWS, ROWS)] = columns.astype(problem.dtype)
     correction = None
     if problem.corrects_after_cast:

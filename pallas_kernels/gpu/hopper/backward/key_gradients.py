@@ -24,6 +24,7 @@ from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_mainloop import Keys, mainloop
 from pallas_kernels.gpu.hopper.backward.key_operands import OFFSET, KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.ends import without_beyond
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
@@ -146,17 +147,18 @@ def _consume(
     def begin(work: WorkTile, tiles: Array, start: Array, steps: Steps) -> Callable[[], None]:
         key = start + me * ROWS
         keys = Keys(problem, tile, shared, ping_pong, me, tiles, steps, key, work, dq, x.segments)
-        return partial(_differentiate, dk, dv, keys)
+        return partial(_differentiate, x, dk, dv, keys)
 
     key_operands.each_tile(program, problem, tile, x.segments, begin)
     ping_pong.end()
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
 
 
-def _differentiate(dk: Ref, dv: Ref, keys: Keys) -> None:
+def _differentiate(x: KeyInputs, dk: Ref, dv: Ref, keys: Keys) -> None:
     """Computes one tile: its mainloop and its epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
     keys = keys._replace(ids=key_operands.KeyIds.of(keys.segments, work.batch, keys.key))
+    end = x.end(work, problem)
     shared.keys.consumer_wait(keys.tiles)
     copies = []
     for buffer, total in enumerate(mainloop(keys)):
@@ -164,7 +166,7 @@ def _differentiate(dk: Ref, dv: Ref, keys: Keys) -> None:
             total = total * np.float32(problem.spec.scale)
         # dK leaves through the memory of its k, dV through that of its v.
         memory = shared.keys.get(keys.tiles, keys.me, buffer=buffer)
-        memory[...] = total.astype(problem.dtype)
+        memory[...] = without_beyond(total, keys.key, end).astype(problem.dtype)
         place = (work.batch, keys.key, ROWS, work.head)
         copies.append((memory, problem.part((dk, dv)[buffer], *place, plane=1 + buffer)))
     key_operands.epilogue(copies)

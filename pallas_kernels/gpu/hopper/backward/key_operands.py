@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import BackwardTile
+from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instructions import multiply_add
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
@@ -36,6 +37,7 @@ class KeyInputs(NamedTuple):
       inverse_l: 1 / l, a factor of P, if it is saved.
       correction: what corrects dK, see `query_operands.Gradients`.
       segments: the ids, if ids hide keys.
+      ends: the ends of what is seen, if lengths alone hide keys.
     """
 
     q: Ref
@@ -47,6 +49,11 @@ class KeyInputs(NamedTuple):
     inverse_l: Ref = None
     correction: Ref = None
     segments: Segments | None = None
+    ends: Ends | None = None
+
+    def end(self, work: WorkTile, problem: Problem) -> Array | None:
+        """How many keys of the tile's batch element a row sees, if lengths alone hide keys."""
+        return None if self.ends is None else self.ends.of_element(work.batch, problem).keys
 
 
 class KeyMemory(NamedTuple):

@@ -37,6 +37,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     of_rows,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.ends import without_beyond
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import (
     TILE,
@@ -137,9 +138,13 @@ def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) ->
         v=Pipeline(scratch.v, tile.stages_of_v),
     )
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
-    rows = (x.q, x.do) if problem.is_wide else (x.q, x.do, x.o, x.o_low)[: 3 + problem.saves_halves]
+    rows = {"q": x.q, "do": x.do}
+    if not problem.is_wide:
+        rows["o"] = x.o
+        if problem.saves_halves:
+            rows["o_low"] = x.o_low
     pipelines = shared.rows, shared.k, shared.v
-    keys = producer.LoadedKeys(x.k, x.v, x.segments)
+    keys = producer.LoadedKeys(x.k, x.v, x.segments, x.ends)
     load = partial(producer.load_query_tiles, most=problem.is_wide)
     pl.when(me == consumers)(lambda: load(rows, keys, pipelines, problem, tile))
     if tile.cooperative:
@@ -169,6 +174,7 @@ def _consume(
 
         def differentiate() -> None:
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
+            end = x.end(work, problem)
             shared.rows.consumer_wait(tiles)
             # Once a row, before the mainloop: in the loop it would be read anew in every step.
             of_dp = -delta(x, shared.rows, tiles, me, work, row, problem)
@@ -195,7 +201,7 @@ def _consume(
             if shared.delta is not None:
                 shared.delta[me] = rows.of_dp
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
-            _epilogue(out, total, lacks, work, rows)
+            _epilogue(out, without_beyond(total, row, end), lacks, work, rows)
 
         pl.when(work.is_valid)(differentiate)
         tiles = tiles + work.is_valid.astype(jnp.int32)

@@ -13,6 +13,7 @@ from lowprec_attn.arithmetic.backward import row_shift
 from lowprec_attn.arithmetic.products import cap_slope
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
+from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instructions import multiply_add, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
@@ -43,6 +44,7 @@ class QueryInputs(NamedTuple):
       o_low: the lower half of O, if δ sees both halves.
       inverse_l: 1 / l, with T = `vector_rows`, if it is saved.
       segments: the ids, if ids hide keys.
+      ends: the ends of what is seen, if lengths alone hide keys.
     """
 
     q: Ref
@@ -55,6 +57,11 @@ class QueryInputs(NamedTuple):
     o_low: Ref = None
     inverse_l: Ref = None
     segments: Segments | None = None
+    ends: Ends | None = None
+
+    def end(self, work: WorkTile, problem: Problem) -> Array | None:
+        """How many rows of the tile's batch element see a key, if lengths alone hide keys."""
+        return None if self.ends is None else self.ends.of_element(work.batch, problem).rows
 
 
 class Gradients(NamedTuple):

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
+from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue
 from pallas_kernels.gpu.hopper.forward.mainloop import (
     end_last_tile,
@@ -62,6 +63,7 @@ def forward(
     problem: Problem,
     segments: Segments | None = None,
     start: Array | None = None,
+    ends: Ends | None = None,
 ) -> Outputs:
     """Runs the kernel. q, k and v may all be the packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
@@ -81,7 +83,7 @@ def forward(
         out["max_logit"] = statistics
     if segments is not None:
         segments = segments.by_query(tile, problem.query_tiles(tile))
-    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start))
+    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start, ends))
     shared: Scratch = _shared_memory(problem, tile)
     kernel = plgpu.kernel(
         partial(_kernel, structure=structure, names=tuple(out), problem=problem, tile=tile),
@@ -148,8 +150,8 @@ def _kernel(
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
     pipelines = shared.q, shared.k, shared.v
     load = partial(producer.load_query_tiles, keys_twice=problem.rounds_products)
-    keys = producer.LoadedKeys(x.k, x.v, x.segments)
-    pl.when(me == consumers)(lambda: load((x.q,), keys, pipelines, problem, tile))
+    keys = producer.LoadedKeys(x.k, x.v, x.segments, x.ends)
+    pl.when(me == consumers)(lambda: load({"q": x.q}, keys, pipelines, problem, tile))
     pl.when(me < consumers)(lambda: _consume(x, out, shared, problem, tile))
 
 

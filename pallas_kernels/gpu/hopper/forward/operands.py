@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ForwardTile
+from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
@@ -19,6 +20,7 @@ class Inputs(NamedTuple):
       q, k, v: the three arrays; each of them is the packed array, if there is one.
       segments: the ids, if ids hide keys.
       start: m and l of rows before their first key, [2, N, 64], if there are sinks.
+      ends: the ends of what is seen, if lengths alone hide keys.
     """
 
     q: Ref
@@ -26,6 +28,7 @@ class Inputs(NamedTuple):
     v: Ref
     segments: Segments | None = None
     start: Ref = None
+    ends: Ends | None = None
 
 
 class Outputs(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,8 +12,18 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 
+
+class Either(NamedTuple):
+    """Two sources of a copy, one of which is chosen when the copy starts."""
+
+    first: Ref
+    second: Ref
+    takes_first: Array
+
+
+Source = Ref | Either
 # The source of a copy, the buffer of a stage that it goes to, and the place in that buffer.
-Copy = tuple[Ref, int, tuple[int, ...]]
+Copy = tuple[Source, int, tuple[int, ...]]
 
 
 class Pipeline:
@@ -75,7 +86,12 @@ class Pipeline:
         for axes, some in ((None, copies), (self._cluster, to_all)):
             for source, buffer, place in some:
                 target = self._buffers[buffer].at[(stage, *place)]
-                plgpu.copy_gmem_to_smem(source, target, self._full.at[stage], collective_axes=axes)
+                copy = partial(_copy, target, self._full.at[stage], axes)
+                if isinstance(source, Either):
+                    chosen = (partial(copy, x) for x in (source.first, source.second))
+                    lax.cond(source.takes_first, *chosen)
+                else:
+                    copy(source)
 
     def producer_tail(self, n: Array) -> None:
         """Waits, after n fillings in all, until every consumer has released all of them."""
@@ -96,3 +112,7 @@ class Pipeline:
     def get(self, n: Array | int, *place: Array | int, buffer: int = 0) -> Ref:
         """A reference to a buffer of the n-th filling, or to a place in it."""
         return self._buffers[buffer].at[(self._stage(n), *place)]
+
+
+def _copy(target: Ref, barrier: Ref, axes: str | None, source: Ref) -> None:
+    plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
