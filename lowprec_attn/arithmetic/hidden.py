@@ -114,7 +114,7 @@ def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
     """Finds what is seen from positions and lengths alone."""
     ends = ends_by_position(extras, spec, rows, keys)
     of_rows, of_keys = (
-        span(0, size) < jnp.reshape(end, (-1, 1))
+        span(0, size)[None] < jnp.reshape(end, (-1, 1))
         for size, end in zip((rows, keys), ends, strict=True)
     )
     return Seen(of_rows[..., None], of_keys[..., None])

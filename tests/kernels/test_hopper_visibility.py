@@ -1,10 +1,13 @@
 """Masks in the interpreted Hopper kernels: which steps of keys and queries they visit."""
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from gpu.product_races import check_products
 from harness import Case
 from kernel_calls import call_of, check_accuracy, compiled, operands_of, run
 
+from lowprec_attn.arithmetic import hidden
 from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.attention import dot_product_attention
 from lowprec_attn.numerics import (
     CORRECTED_AFTER_CAST,
     FLASH,
@@ -43,6 +48,12 @@ TALL = dataclasses.replace(
     forward=ForwardTile(warpgroups=3, step=64, owned_stages=1),
     query_gradients=BackwardTile(warpgroups=3, step=64, owned_stages=1),
     key_gradients=BackwardTile(warpgroups=3, step=64, owned_stages=1),
+)
+LARGE = dataclasses.replace(
+    SIZES,
+    forward=ForwardTile(),
+    query_gradients=BackwardTile(),
+    key_gradients=BackwardTile(),
 )
 # One head with two and a half query tiles.
 CASE = Case(
@@ -125,6 +136,141 @@ HIDDEN = {
 )
 def test_segments_and_lengths(name: str, chosen: Numerics, rule: RowMax, sizes: BlockSizes) -> None:
     check_accuracy(HIDDEN[name], call(HIDDEN[name], chosen, rule, sizes))
+
+
+# The ends of what is seen lie within a block, on its edge and one beyond, before and after all.
+ENDS = {
+    "causal": dataclasses.replace(
+        CASE, batch=4, rows=192, keys=128, heads=2, query_lengths=(70, 65, 0, 192),
+        key_lengths=(128, 64, 9, 1),
+    ),
+    "window": dataclasses.replace(
+        FULL, batch=2, rows=192, keys=128, window=(40, 30), query_lengths=(100, 192),
+        key_lengths=(77, 128),
+    ),
+    "steps that only hidden rows see": dataclasses.replace(
+        CASE, batch=2, rows=192, keys=192, query_lengths=(30, 10)
+    ),
+}  # fmt: skip
+
+
+def ends_of(case: Case) -> dict[str, np.ndarray]:
+    """How many rows see a key, or how many keys a row sees, for each array of rows or keys."""
+    seen = harness.visible(case, harness.inputs(case))[:, 0]
+    rows, keys = (seen.any(axis).sum(1) for axis in (2, 1))
+    return dict.fromkeys(("q", "do", "dlse", "dq"), rows) | dict.fromkeys(
+        ("k", "v", "dk", "dv"), keys
+    )
+
+
+def with_hidden(case: Case, arrays: dict[str, Any], values: tuple[float, ...]) -> dict[str, Any]:
+    """The arrays with these values in rows that see no key, and in keys that no row sees."""
+    found = {}
+    for name in ("q", "k", "v", "do", "dlse"):
+        x = np.array(arrays[name])
+        for element, end in zip(x, ends_of(case)[name], strict=True):
+            element[end:] = np.resize(np.array(values, x.dtype), element[end:].shape)
+        found[name] = jnp.asarray(x)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "sizes", "soft_cap", "packed"),
+    [
+        ("causal", FLASH, SIZES, None, False),
+        ("window", CORRECTED_AFTER_CAST, cooperative(), None, False),
+        ("steps that only hidden rows see", MATCHED, LARGE, 5.0, True),
+    ],
+)
+def test_what_lengths_hide_counts_as_zeros(
+    name: str, chosen: Numerics, sizes: BlockSizes, soft_cap: float | None, packed: bool
+) -> None:
+    """Results have the bits that they have with zeros there. The gradients there are 0."""
+    case = dataclasses.replace(ENDS[name], soft_cap=soft_cap)
+    of = dataclasses.replace(call(case, chosen, sizes=sizes), packed=packed)
+    arrays, extras = operands_of(case)
+    clean = with_hidden(case, arrays, (0.0,))
+    # The caller drops the gradient of lse, which is no operand of a product.
+    spoiled = with_hidden(case, arrays, harness.GARBAGE) | {"dlse": clean["dlse"]}
+    # The first element also has NaN in what is seen. Hidden gradients are 0 even then.
+    for x in ("q", "v", "do"):
+        spoiled[x] = spoiled[x].at[0, 5].set(jnp.nan)
+    expected, result = (compiled(of)(x, extras) for x in (clean, spoiled))
+    for x, y in expected.items():
+        np.testing.assert_array_equal(bits(result[x])[1:], bits(y)[1:], err_msg=x)
+    for x in ("dq", "dk", "dv"):
+        assert np.isnan(result[x][0]).any()
+        for element, end in zip(bits(result[x]), ends_of(case)[x], strict=True):
+            np.testing.assert_array_equal(element[end:], 0, err_msg=x)
+
+
+def bits(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_alone_copy_no_array(packed: bool) -> None:
+    case = dataclasses.replace(ENDS["causal"], rows=256, keys=256, kv_heads=2)
+    arrays, extras = operands_of(case)
+    qkv = dataclasses.replace(call(case), packed=packed).qkv(arrays)
+    options: dict[str, Any] = {
+        "query_seq_lengths": extras.query_lengths,
+        "key_value_seq_lengths": extras.key_lengths,
+        "numerics": FLASH,
+        "implementation": "hopper",
+        "block_sizes": SIZES,
+    }
+
+    def largest_choice(**more: Any) -> int:
+        """The size of the largest array that is chosen from two, outside of the kernels."""
+
+        def both(do: Any, *qkv: Any) -> Any:
+            attend = functools.partial(dot_product_attention, **options, **more)
+            out, pullback = jax.vjp(attend, *qkv)
+            return out, pullback(do)
+
+        do = arrays["do"].astype(jnp.bfloat16)
+        return max(sizes_of_choices(jax.make_jaxpr(both)(do, *qkv).jaxpr))
+
+    assert largest_choice() == arrays["q"].size // 2  # a block of 128 of the 256 rows
+    ids = jnp.zeros((case.batch, case.rows), jnp.int32)
+    assert largest_choice(query_segment_ids=ids) == qkv[0].size
+
+
+def sizes_of_choices(jaxpr: Any) -> Iterator[int]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "select_n":
+            yield equation.outvars[0].aval.size
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from sizes_of_choices(inner)
+
+
+def test_what_positions_hide_comes_last() -> None:
+    """What `ends_by_position` finds is what a search of all pairs finds."""
+    q, k = jnp.zeros((6, 5, 1, 16)), jnp.zeros((6, 7, 1, 16))
+    lengths = {
+        "query_lengths": jnp.array([0, 1, 2, 5, 3, 4], jnp.int32),
+        "key_lengths": jnp.array([7, 1, 4, 0, 2, 6], jnp.int32),
+    }
+    everywhere = jnp.ones((6, 1, 5, 7), bool)
+    for is_causal, window, names in itertools.product(
+        (False, True),
+        (None, (0, 0), (2, 0), (0, 3), (1, 1)),
+        ((), *itertools.combinations(lengths, 1), tuple(lengths)),
+    ):
+        extras = Extras(**{name: lengths[name] for name in names})
+        spec = dataclasses.replace(call(CASE).spec, is_causal=is_causal, window=window)
+        ends = hidden.ends_by_position(extras, spec, 5, 7)
+        pairs = hidden.seen_by_any(
+            extras._replace(mask=everywhere), spec, q, k, ends_at_lengths=False
+        )
+        assert pairs is not None
+        for end, seen, size in zip(ends, (pairs.rows, pairs.keys), (5, 7), strict=True):
+            found = np.arange(size) < np.broadcast_to(end, 6)[:, None]
+            np.testing.assert_array_equal(found, np.broadcast_to(seen[..., 0], found.shape))
 
 
 def test_packed_arrays_with_segments_give_the_same_bits() -> None:
