@@ -40,6 +40,7 @@ Where to find what:
                        tuned tiles
   problem              one call: sizes, windows, masks, parts of arrays
   segments, sinks      segment ids and lengths that hide keys; m and l of a row before its first key
+  ends                 zeros in what lengths hide, without a copy of the arrays
   tile_scheduler       which program works on which tiles, and in which order
   producer             the producer warpgroup of every attention kernel
   forward/kernel       shared memory and roles; forward/mainloop: the steps; forward/softmax: the
