@@ -14,6 +14,7 @@ import pytest
 from kernel_calls import check_rows_without_a_score
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
+from lowprec_attn.arithmetic.hidden import ends_by_position
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
@@ -361,6 +362,66 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
         assert error <= factor * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
         if what not in ("lse", "dsinks"):  # the same roundings, of almost equal numbers
             assert np.mean(result[what] == general[what]) > 0.98, what
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hidden(Call):
+    """A problem with one value in all rows that see no key, and in all keys that no row sees."""
+
+    batch: int = 4
+    has_lengths: bool = True
+    value: float = 0
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        rows, keys = (is_seen[..., None, None] for is_seen in self.seen())
+        sides = (rows, keys, keys, rows)
+        return tuple(
+            jnp.where(seen, x, jnp.asarray(self.value, x.dtype))
+            for seen, x in zip(sides, super().arrays(), strict=True)
+        )
+
+    def seen(self) -> tuple[np.ndarray, ...]:
+        """Which rows see a key, and which keys a row sees: [B, T] and [B, S]."""
+        spec, sizes = self.spec(self.numerics, None), (self.rows, self.keys)
+        ends = ends_by_position(self.extras(), spec, *sizes)
+        return tuple(
+            np.arange(size) < np.asarray(end)[:, None]
+            for end, size in zip(ends, sizes, strict=True)
+        )
+
+
+HIDDEN = {
+    "causal": Hidden(),
+    "head 128": Hidden(rows=640, keys=640, kv_heads=2, head_size=128),
+    "head 256": Hidden(rows=640, keys=640, head_size=256, kv_block=64),
+    "not causal": Hidden(rows=320, keys=640, is_causal=False),
+    "packed": Hidden(packed=True),
+    "window": Hidden(rows=640, keys=448, is_causal=False, window=(70, 30)),
+    "soft cap": Hidden(soft_cap=2.0),
+    "sinks": Hidden(has_sinks=True),
+    "matched": Hidden(numerics=MATCHED),
+    "normalized_delta, head 128": Hidden(head_size=128, numerics=NORMALIZED_DELTA),
+    "corrected_after_cast, head 256": Hidden(
+        rows=640, head_size=256, kv_block=64, numerics=CORRECTED_AFTER_CAST
+    ),
+    "many tiles per program": Hidden(batch=16, heads=12, kv_heads=12),
+    "long": Hidden(rows=8192, keys=8192, heads=2, kv_heads=2),
+}
+
+
+@BOTH_TABLES
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_lengths_hide_counts_as_zeros(name: str, long: bool) -> None:
+    clean, sizes = HIDDEN[name], sizes_of(HIDDEN[name], long=long)
+    spoiled = dataclasses.replace(clean, value=np.nan)
+    expected, result = (x.run(hopper, block_sizes=sizes) for x in (clean, spoiled))
+    for what, x in expected.items():
+        assert np.isfinite(x).all(), what
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+    rows, keys = clean.seen()
+    assert not rows.all() and not keys.all()
+    for what, is_seen in {"dq": rows, "dk": keys, "dv": keys}.items():
+        assert not result[what][~is_seen].any(), what
 
 
 @BOTH_TABLES
