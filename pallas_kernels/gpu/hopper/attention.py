@@ -106,10 +106,10 @@ def unsupported(request: Request) -> str | None:
 def faster_elsewhere(request: Request) -> tuple[str, str] | None:
     """Returns `gpu` and the reason for calls with lengths and few rows, otherwise None.
 
-    For such calls both passes take 1.4 times the time of `gpu` at gpt2, and 0.9 times at 8,192 rows
-    (results/hopper/variants_18_h200.jsonl). No number of rows in between was timed. Since then
-    lengths no longer copy q, k, v and dO here (`ends`), which was not timed. With a window or with
-    sinks, `gpu` receives copies with zeros beyond the lengths (`lowprec_attn.arithmetic.hidden`).
+    For such calls both passes take 1.16 times the time of `gpu` at gpt2, 1,024 rows, and 0.84 to
+    0.87 times at 8,192 rows (results/hopper/lengths_h200.txt). No number of rows in between was
+    timed. With a window or with sinks, `gpu` receives copies with zeros beyond the lengths
+    (`lowprec_attn.arithmetic.hidden`).
     """
     rows = request.q_shape[1], request.kv_shape[1]
     if not request.has_lengths or request.has_segments or request.has_sinks:
