@@ -214,6 +214,7 @@ def heads_first(q, k, v, bias):
     [
         (["jax.nn", "--sinks"], "jax.nn has no sinks; leave out --sinks"),
         (["jax.nn", "--soft-cap=5"], "jax.nn has no soft cap; leave out --soft-cap"),
+        (["tokamax", "--soft-cap=5", "--bias"], "tokamax adds the bias before the soft cap"),
         (["lowprec_attn", "--soft-cap=0"], "--soft-cap must be a number of float32 greater than 0"),
         (["lowprec_attn", "--soft-cap=1e300"], "of float32 greater than 0, got 1e+300"),
         (["lowprec_attn", "--window=3,-1"], "each 0 or more, got (3, -1)"),
