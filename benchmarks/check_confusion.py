@@ -168,7 +168,7 @@ def target(
         name="planted",
         call=lambda problem: as_rows(kernel(problem)),
         can=frozenset(ABILITIES) - (frozenset() if is_causal else {"causal"}),
-        script=lambda problem: ["found = []"],
+        script=lambda problem, data: ({}, []),
         setting=setting,
         head_size=head_size,
         tokens=tokens,

@@ -274,7 +274,9 @@ def _target(
     the framework's usual one unless it is given.
     """
     name = function.__name__ if module is None else f"{module}.{function.__name__}"
-    head = inspect.getsource(function).splitlines() if module is None else [f"import {module}"]
+    head = [f"import {module}"]
+    if module is None:
+        head = ["from typing import Any", *inspect.getsource(function).splitlines()]
     called = Function(
         function=function,
         name=name,

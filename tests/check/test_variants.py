@@ -190,8 +190,9 @@ def test_a_script_shows_what_an_lse_and_a_bias_do(tmp_path):
     report = check.check(target, "float32", seed=1, out=tmp_path)
     (bug,) = report.bugs
     assert bug.name == "lse is in base 2"
+    assert np.load(bug.files[0])["q"].shape[1] == 1, "in the function's layout, one head first"
     text = Path(bug.files[1]).read_text()
-    assert "lowprec_attn" not in text
+    assert "lowprec_attn" not in text and len(text.splitlines()) <= 25
     own = f"import sys; sys.path[:0] = {sys.path!r}\n{text}"
     done = subprocess.run(
         [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
