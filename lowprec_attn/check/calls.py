@@ -78,7 +78,7 @@ class Function:
 
         return call
 
-    def script(self, problem: Problem, data: str) -> tuple[dict[str, np.ndarray], list[str]]:
+    def script(self, problem: Problem, data: str) -> tuple[dict[str, Any], list[str]]:
         """Returns the arrays of a file named `data`, and the lines of a script that reads it.
 
         The script calls the function and prints the largest difference of every result from
@@ -88,7 +88,7 @@ class Function:
         float64 = as_given(exact(problem).found)
         if problem.dlse is None:
             del float64["lse"]
-        saved = {n: self._turned(n, x) for n, x in arrays(problem).items()}
+        saved: dict[str, Any] = {n: self._turned(n, x) for n, x in arrays(problem).items()}
         saved |= {f"{n}_float64": self._turned(n, x) for n, x in float64.items()}
         beside = [n for n in arrays(problem) if n in self.keywords]
         trained = ["q", "k", "v", *(n for n in beside if n != "mask")]

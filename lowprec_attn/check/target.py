@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -193,7 +193,7 @@ class Target:
     setting: Setting = Setting()
     lse_gradient: bool = True
     alignment: Alignment | None = "start"
-    script: Callable[[Problem, str], tuple[dict[str, np.ndarray], list[str]]] | None
+    script: Callable[[Problem, str], tuple[dict[str, Any], list[str]]] | None
     notes: tuple[str, ...] = ()
     tokens: int = TOKENS
     head_size: int = HEAD_SIZE

@@ -26,6 +26,8 @@ _POLL_SECONDS = 2.0
 _LEFT_SECONDS = 10.0  # how long a job's result may take to appear after the job has left the queue
 _REQUEUES = 1000  # most requeues after a time limit; after preemptions there is no limit
 _LOG_LINES = 3
+_SIGNAL_SECONDS = 90  # submitit's `signal_delay_s`: how long before its limit a job is told to end
+_EARLY_SECONDS = 60  # Slurm may tell it so much earlier: `sbatch --signal`
 _WHOLE = {"time", "signal_delay_s"}
 _SBATCH = re.compile(r"^(sbatch: error: )?(Batch job submission failed: )?")  # before a reason
 _RUNNING, _WAITING, _GONE = "running", "waiting", "gone"
@@ -117,6 +119,13 @@ class Cluster:
                     f"--slurm {name}={options[name]}: must be a whole number, 1 or more, as in "
                     f"{name}=240"
                 )
+        early = int(options.get("signal_delay_s", _SIGNAL_SECONDS)) + _EARLY_SECONDS
+        least = -(-early // 60) + 1
+        if int(options["time"]) < least:
+            raise RunError(
+                f"--slurm time={options['time']}: must be {least} or more, because Slurm tells a "
+                f"job to end up to {early} seconds before its limit"
+            )
         for program in ("srun", "sbatch", "squeue"):
             if shutil.which(program) is None:
                 raise RunError(

@@ -198,6 +198,8 @@ def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
             ([SLURM, "--slurm", f"time={time}"], f"time={time}: must be a whole number, 1 or more")
             for time in ("0", "-5", "1-00:00:00", "ten", "²")
         ),
+        ([SLURM, "--slurm", "time=3"], "time=3: must be 4 or more, because Slurm tells a job"),
+        ([SLURM, "--slurm", "time=9", "signal_delay_s=600"], "time=9: must be 12 or more"),
         ([SLURM, "--slurm", "time=5", "signal_delay_s=x"], "signal_delay_s=x: must be a whole"),
         (["--slurm", "time=5"], "needs --launcher=slurm"),
     ],
