@@ -177,6 +177,25 @@ def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
                  "--tokens=64", "--head-size=32", f"--out={tmp_path}"]) == 4  # fmt: skip
 
 
+@pytest.mark.usefixtures("few_candidates")
+def test_a_race_that_spoils_one_call_is_said_to_be_one():
+    """The second runs of `Dependences` come too late to see it."""
+    kernel = Planted(tile=48, rng=np.random.default_rng(3), **ARITHMETICS["flash"])
+    calls = []
+
+    def racing(problem):
+        found = kernel(problem)
+        calls.append(problem)
+        if len(calls) == 5:
+            found["dq"][:, 16:32] = 0
+        return found
+
+    report = check.check(check_confusion.target(racing, **SMALL), seed=3)
+    (bug,) = report.bugs
+    assert bug.name == "two runs of the same call differ, by more than rounding"
+    assert bug.results == ("dq",) and "to 31" in bug.where
+
+
 class Kernel:
     """A kernel of a user whose calls are methods."""
 
