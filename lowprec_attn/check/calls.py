@@ -1,18 +1,17 @@
 """Calls a function forward and backward, in JAX or PyTorch, and writes a script that does so.
 
-The script contains the source of the helpers below, so it runs without this package.
+The script runs without this package.
 """
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from lowprec_attn.check.measure import RESULTS, Found, as_rows
+from lowprec_attn.check.measure import RESULTS, Found, as_given, as_rows, exact
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.errors import UserError
 
@@ -79,32 +78,35 @@ class Function:
 
         return call
 
-    def script(self, problem: Problem) -> list[str]:
-        """Returns lines that compute `found`, results by name, from `a`, the arrays of a file."""
-        array, gradients = {
-            "jax": (jax_array, jax_gradients),
-            "torch": (torch_array, torch_gradients),
-        }[self.framework]
-        there = arrays(problem)
-        beside = [name for name in there if name in ("mask", "bias", "sinks")]
-        given = {self.keywords[name]: name for name in beside if name in self.keywords}
+    def script(self, problem: Problem, data: str) -> tuple[dict[str, Any], list[str]]:
+        """Returns the arrays of a file named `data`, and the lines of a script that reads it.
+
+        The script calls the function and prints the largest difference of every result from
+        float64. It needs NumPy, the framework and the function. The arrays are those of a call, in
+        the function's layout, and the float64 results, as `NAME_float64`.
+        """
+        float64 = as_given(exact(problem).found)
+        if problem.dlse is None:
+            del float64["lse"]
+        saved: dict[str, Any] = {n: self._turned(n, x) for n, x in arrays(problem).items()}
+        saved |= {f"{n}_float64": self._turned(n, x) for n, x in float64.items()}
+        beside = [n for n in arrays(problem) if n in self.keywords]
+        trained = ["q", "k", "v", *(n for n in beside if n != "mask")]
+        given = {self.keywords[n]: n for n in beside}
         given |= {name: repr(value) for name, value in self._values(problem).items()}
         call = ", ".join(["q, k, v", *(f"{name}={value}" for name, value in given.items())])
-        turn = {n: ".swapaxes(1, 2)" if self._is_turned(n) else "" for n in (*there, *RESULTS)}
-        return [
+        run = _torch_script if self.framework == "torch" else _jax_script
+        return saved, [
+            "import numpy as np",
+            f"import {self.framework}",
             *self.head,
-            f"def attend({', '.join(['q, k, v', *beside])}):",
-            f"    return {self.name}({call})",
-            *inspect.getsource(array).splitlines(),
-            *inspect.getsource(gradients).splitlines(),
-            "x = {",
-            *(
-                f"    {n!r}: {array.__name__}(a[{n!r}]{turn[n]}, {self._dtype(n, problem)!r}),"
-                for n in there
-            ),
-            "}",
-            f"found = {gradients.__name__}(attend, x)",
-            *(f"found[{n!r}] = found[{n!r}]{turn[n]}" for n in RESULTS if turn[n]),
+            "",
+            f"a = np.load({_quoted(data)})  # {problem.name}: {problem.about}",
+            *run(trained, "mask" in beside, problem, f"{self.name}({call})"),
+            "for name, x in found.items():",
+            '    error = np.abs(np.asarray(x, np.float64) - a[name + "_float64"])',
+            "    place = np.unravel_index(error.argmax(), error.shape)",
+            '    print(name, "largest error", error.max(), "at", *place)',
         ]
 
     def _attend(
@@ -161,6 +163,75 @@ def arrays(problem: Problem) -> dict[str, np.ndarray]:
         shape = (problem.q.shape[0], *masking.mask.shape[1:])
         found["mask"] = np.array(np.broadcast_to(masking.mask, shape))
     return found
+
+
+def _quoted(*names: str) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _jax_script(trained: list[str], has_mask: bool, problem: Problem, call: str) -> list[str]:
+    """Returns lines that compute `found`, results by name, from the arrays `a`."""
+    has_lse = problem.dlse is not None
+    beside, results = trained[3:], _quoted("o", *(f"d{n}" for n in trained))
+    dtype, parameters = _quoted(problem.q.dtype.name), ", ".join(trained)
+    lines = [
+        f"q, k, v, do = (jax.numpy.asarray(a[n], {dtype}) for n in ({_quoted(*WITH_HEADS)}))",
+        *(f"{n} = jax.numpy.asarray(a[{_quoted(n)}], {dtype})" for n in beside),
+        *(['mask = jax.numpy.asarray(a["mask"])'] if has_mask else []),
+        "",
+        "",
+        f"def attend({parameters}):",
+        f"    result = {call}",
+    ]
+    if not has_lse:
+        return [
+            *lines,
+            "    return result[0] if isinstance(result, tuple) else result",
+            "",
+            "",
+            f"o, pullback = jax.vjp(attend, {parameters})",
+            f"found = dict(zip(({results}), (o, *pullback(do.astype(o.dtype)))))",
+        ]
+    return [
+        *lines,
+        "    o, lse = result[:2]",
+        '    return o, lse if lse.shape == a["dlse"].shape else lse.swapaxes(1, 2)',
+        "",
+        "",
+        f"(o, lse), pullback = jax.vjp(attend, {parameters})",
+        'gradients = pullback((do.astype(o.dtype), jax.numpy.asarray(a["dlse"], lse.dtype)))',
+        f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
+    ]
+
+
+def _torch_script(trained: list[str], has_mask: bool, problem: Problem, call: str) -> list[str]:
+    """Returns lines that compute `found`, results by name, from the arrays `a`."""
+    has_lse = problem.dlse is not None
+    beside, results = trained[3:], _quoted("o", *(f"d{n}" for n in trained))
+    to = f"device=device, dtype=torch.{problem.q.dtype.name}"
+    lines = [
+        'device = "cuda" if torch.cuda.is_available() else "cpu"',
+        f"q, k, v, do = (torch.tensor(a[n], {to}) for n in ({_quoted(*WITH_HEADS)}))",
+        *(f"{n} = torch.tensor(a[{_quoted(n)}], {to})" for n in beside),
+        *(['mask = torch.tensor(a["mask"], device=device)'] if has_mask else []),
+        f"given = [x.requires_grad_() for x in ({', '.join(trained)})]",
+        f"result = {call}",
+    ]
+    if has_lse:
+        lines += [
+            "o, lse = result[:2]",
+            'lse = lse if lse.shape == a["dlse"].shape else lse.swapaxes(1, 2)',
+            'd_lse = torch.tensor(a["dlse"], device=device).to(lse.dtype)',
+            "gradients = torch.autograd.grad([o, lse], given, [do.to(o.dtype), d_lse])",
+            f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
+        ]
+    else:
+        lines += [
+            "o = result[0] if isinstance(result, tuple) else result",
+            "gradients = torch.autograd.grad(o, given, do.to(o.dtype))",
+            f"found = dict(zip(({results}), (o, *gradients)))",
+        ]
+    return [*lines, "found = {n: x.detach().double().cpu() for n, x in found.items()}"]
 
 
 def jax_array(x: Any, dtype: Any) -> Any:

@@ -12,6 +12,7 @@ from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
 
 TWO_RUNS = "two runs of the same call differ"
+BY_MORE = "by more than rounding"
 _OTHERS = "a sequence depends on the others of its batch"
 _LATER = "rows depend on later tokens"
 _KEPT = 150  # the first tokens of the long problem, whose results must not depend on later tokens
@@ -56,7 +57,7 @@ class Dependences:
                 f"{WORDS[n]}: {places.words(n, ~(d <= limit[n]))}" for n, d in bad.items()
             )
             times = max(float(d.max() / limit[n]) for n, d in bad.items())
-            name = f"{words}, by more than rounding"
+            name = f"{words}, {BY_MORE}"
             self.bugs.append(Bug(name, tuple(bad), trial.problem.name, where, (), times, "", ()))
         elif differ:
             names = ", ".join(WORDS[n] for n in differ)

@@ -76,16 +76,27 @@ def lowprec_attention(q: Any, k: Any, v: Any, *, numerics: Any, **options: Any) 
     )
 
 
-def tokamax(choice: str, _: Options) -> Target:
-    """Targets `tokamax.dot_product_attention`."""
+def tokamax(choice: str, options: Options) -> Target:
+    """Targets `tokamax.dot_product_attention`.
+
+    tokamax adds the bias before the soft cap, and the reference after it, so no problem has both.
+    """
+    order = "tokamax adds the bias before the soft cap"
+    if options.bias and options.soft_cap is not None:
+        raise TargetError(f"{order}, unlike the reference; leave out --bias or --soft-cap")
     package = _imported("tokamax", "pip install tokamax")
     # Its first call would parse absl flags from our command line, whose options absl does not know.
     flags = _imported("absl.flags", "pip install tokamax").FLAGS
     if not flags.is_parsed():
         flags(["lowprec-attn"])
     keywords = {**_OF_JAX_NN, "soft_cap": "logits_soft_cap"}
+    absent = "bias" if options.soft_cap is not None else "soft_cap" if options.bias else None
     return _target(
-        package.dot_product_attention, "tokamax", keywords, implementation=choice or None
+        package.dot_product_attention,
+        "tokamax",
+        {name: word for name, word in keywords.items() if name != absent},
+        notes=[f"{order}, so no problem has both"] if absent else [],
+        implementation=choice or None,
     )
 
 
@@ -263,7 +274,9 @@ def _target(
     the framework's usual one unless it is given.
     """
     name = function.__name__ if module is None else f"{module}.{function.__name__}"
-    head = inspect.getsource(function).splitlines() if module is None else [f"import {module}"]
+    head = [f"import {module}"]
+    if module is None:
+        head = ["from typing import Any", *inspect.getsource(function).splitlines()]
     called = Function(
         function=function,
         name=name,

@@ -7,12 +7,9 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lowprec_attn.check import calls
-from lowprec_attn.check.measure import as_given, exact
 from lowprec_attn.check.problems import Problem, part_of
 from lowprec_attn.check.target import Target
 from lowprec_attn.files import write_atomically, writing
@@ -80,20 +77,8 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
       DiskError: the files cannot be written.
     """
     assert target.script is not None  # `check` has refused a folder otherwise
-    exact_found = as_given(exact(problem).found)
-    names = tuple(n for n in exact_found if n != "lse" or problem.dlse is not None)
-    arrays: dict[str, Any] = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
-    lines = [
-        "from typing import Any",
-        "import numpy as np",
-        f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
-        *target.script(problem),
-        f"for name in {names}:",
-        "    error = np.abs(np.asarray(found[name], np.float64) - a[name + '_float64'])",
-        "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
-        "error.shape))",
-    ]
+    arrays, lines = target.script(problem, data.name)
     content = io.BytesIO()
     np.savez(content, **arrays)
     with writing(data):

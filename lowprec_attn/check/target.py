@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -180,8 +180,9 @@ class Target:
         gradient of lse.
       setting: the settings that all its problems share.
       lse_gradient, alignment: see `Options`.
-      script: takes a problem and returns lines of Python that compute `found` from the arrays `a`,
-        without this package. None: a script cannot import the function.
+      script: takes a problem and the name of a file. Returns the arrays of this file and the lines
+        of a script that reads it and runs the problem without this package. None: a script cannot
+        import the function.
       notes: sentences about what was concluded about the function.
       tokens, head_size: the sizes of the core problems.
     """
@@ -192,7 +193,7 @@ class Target:
     setting: Setting = Setting()
     lse_gradient: bool = True
     alignment: Alignment | None = "start"
-    script: Callable[[Problem], list[str]] | None
+    script: Callable[[Problem, str], tuple[dict[str, Any], list[str]]] | None
     notes: tuple[str, ...] = ()
     tokens: int = TOKENS
     head_size: int = HEAD_SIZE

@@ -5,7 +5,10 @@ trainer, which saves a checkpoint, and queues itself again under the same number
 `lab run` that submitted them. The same command finds the jobs that are still queued or running.
 """
 
+import contextlib
+import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +26,10 @@ _POLL_SECONDS = 2.0
 _LEFT_SECONDS = 10.0  # how long a job's result may take to appear after the job has left the queue
 _REQUEUES = 1000  # most requeues after a time limit; after preemptions there is no limit
 _LOG_LINES = 3
+_SIGNAL_SECONDS = 90  # submitit's `signal_delay_s`: how long before its limit a job is told to end
+_EARLY_SECONDS = 60  # Slurm may tell it so much earlier: `sbatch --signal`
 _WHOLE = {"time", "signal_delay_s"}
+_SBATCH = re.compile(r"^(sbatch: error: )?(Batch job submission failed: )?")  # before a reason
 _RUNNING, _WAITING, _GONE = "running", "waiting", "gone"
 
 
@@ -113,6 +119,13 @@ class Cluster:
                     f"--slurm {name}={options[name]}: must be a whole number, 1 or more, as in "
                     f"{name}=240"
                 )
+        early = int(options.get("signal_delay_s", _SIGNAL_SECONDS)) + _EARLY_SECONDS
+        least = -(-early // 60) + 1
+        if int(options["time"]) < least:
+            raise RunError(
+                f"--slurm time={options['time']}: must be {least} or more, because Slurm tells a "
+                f"job to end up to {early} seconds before its limit"
+            )
         for program in ("srun", "sbatch", "squeue"):
             if shutil.which(program) is None:
                 raise RunError(
@@ -138,10 +151,12 @@ class Cluster:
         if self.kind == "slurm":
             self._executor.update_parameters(job_name=training.task.name)
         try:
-            return self._executor.submit(training)
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+                return self._executor.submit(training)
         except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise RunError(f"Slurm refuses {training.task.name}: {lines[-1]}") from error
+            lines = [_SBATCH.sub("", line).strip() for line in str(error).splitlines()]
+            reasons = "; ".join(line for line in lines if line)
+            raise RunError(f"Slurm refuses {training.task.name}: {reasons}") from error
 
     def earlier(self, record: Path) -> Any | None:
         """Returns the job that a record file names if it is still queued or running, else None."""
@@ -222,15 +237,17 @@ def run_jobs(
                     if states[number] == _WAITING:
                         job.cancel(check=False)
             for number, (task, job) in list(jobs.items()):
-                if states[number] != _WAITING and number not in began:
+                if states[number] == _RUNNING and number not in began:
                     began[number] = time.monotonic()
                     yield event("started", task, job)
-                if states[number] == _WAITING:  # the job was queued again
-                    began.pop(number, None)
+                if states[number] == _WAITING and number in began:  # the job was queued again
+                    del began[number]
+                    yield event("submitted", task, job)
                 if states[number] == _GONE:
                     del jobs[number]
                     code = _exit_code(task, job, requests)
-                    yield event("ended", task, job, code, time.monotonic() - began[number])
+                    now = time.monotonic()  # a job that was cancelled while it waited never began
+                    yield event("ended", task, job, code, now - began.get(number, now))
             yield None
             time.sleep(_POLL_SECONDS)
 

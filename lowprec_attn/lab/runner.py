@@ -123,7 +123,7 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
     """Prints what happens while the arms run; returns by name how the failed ones ended."""
     failures = {}
     said = time.monotonic()
-    running: list[str] = []
+    running: dict[str, None] = {}
     for event in events:
         if event is None:
             if running and time.monotonic() - said > _PROGRESS_SECONDS:
@@ -133,14 +133,14 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
         name, outcome = event.task.name, runs[event.task.name].outcome()
         number = f"({event.slot.number} {event.pid})"
         if event.kind == "submitted":
+            running.pop(name, None)  # a running job is queued again when its time is up
             _say(f"{name}: {outcome.text}; waits for {event.slot.name} {number}")
             continue
         if event.kind == "started":
-            if name not in running:  # a job that was queued again starts again
-                running.append(name)
+            running[name] = None
             _say(f"{name}: {outcome.text}; starts on {event.slot.name} {number}")
             continue
-        running.remove(name)
+        running.pop(name, None)
         if outcome.finished or (event.stopping and event.code in _STOPPED):
             _say(f"{name}: {outcome.text} ({event.seconds:.0f} s)")
         else:
@@ -152,7 +152,8 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
 def _failure(event: Event, outcome: str) -> str:
     lines = event.task.log.read_text(errors="replace").replace("\r", "\n").splitlines()
     last = [f"    {line}" for line in lines if line.strip()][-_LOG_LINES:]
-    return "\n".join([f"exit code {event.code}, {outcome}; {event.task.log} ends with", *last])
+    how = f"exit code {event.code}" if event.code else "stopped from outside"
+    return "\n".join([f"{how}, {outcome}; {event.task.log} ends with", *last])
 
 
 def _environment(workdir: Path) -> dict[str, str]:

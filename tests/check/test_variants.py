@@ -190,8 +190,9 @@ def test_a_script_shows_what_an_lse_and_a_bias_do(tmp_path):
     report = check.check(target, "float32", seed=1, out=tmp_path)
     (bug,) = report.bugs
     assert bug.name == "lse is in base 2"
+    assert np.load(bug.files[0])["q"].shape[1] == 1, "in the function's layout, one head first"
     text = Path(bug.files[1]).read_text()
-    assert "lowprec_attn" not in text
+    assert "lowprec_attn" not in text and len(text.splitlines()) <= 25
     own = f"import sys; sys.path[:0] = {sys.path!r}\n{text}"
     done = subprocess.run(
         [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -214,6 +215,7 @@ def heads_first(q, k, v, bias):
     [
         (["jax.nn", "--sinks"], "jax.nn has no sinks; leave out --sinks"),
         (["jax.nn", "--soft-cap=5"], "jax.nn has no soft cap; leave out --soft-cap"),
+        (["tokamax", "--soft-cap=5", "--bias"], "tokamax adds the bias before the soft cap"),
         (["lowprec_attn", "--soft-cap=0"], "--soft-cap must be a number of float32 greater than 0"),
         (["lowprec_attn", "--soft-cap=1e300"], "of float32 greater than 0, got 1e+300"),
         (["lowprec_attn", "--window=3,-1"], "each 0 or more, got (3, -1)"),

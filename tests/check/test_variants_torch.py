@@ -4,6 +4,7 @@ import functools
 import sys
 import types
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.attention import flex_attention  # noqa: E402
 
 from lowprec_attn import check  # noqa: E402
-from lowprec_attn.check import libraries, problems  # noqa: E402
+from lowprec_attn.check import libraries, measure, problems, shrink  # noqa: E402
 from lowprec_attn.commands.main import main  # noqa: E402
 
 SMALL = {"tokens": 64, "head_size": 16}
@@ -144,7 +145,7 @@ def flash(request, monkeypatch):
 
 def test_flash_attn_is_called_by_its_own_names(flash, monkeypatch, capsys):
     target = check.find(flash, check.Options(**SMALL))
-    script = "\n".join(target.script(problems.features("bfloat16", causal=True)[0]))
+    script = "\n".join(target.script(problems.features("bfloat16", causal=True)[0], "case.npz")[1])
     assert f"import {flash}\n" in script and f"{flash}.flash_attn_func(q, k, v, causal=" in script
     # Its other functions are checked as anybody's.
     given = check.Options(causal=True, framework="torch")
@@ -152,6 +153,56 @@ def test_flash_attn_is_called_by_its_own_names(flash, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, flash, None)
     assert main(["check", flash]) == 1
     assert f"{flash} is not installed: " in capsys.readouterr().err
+
+
+def with_lse(q, k, v, is_causal, scaling, attention_mask=None):
+    """Returns O and lse in base 2."""
+    s = masked_scores(q, repeated(k, q), scaling, is_causal, attention_mask)
+    o = torch.softmax(s, -1) @ repeated(v, q)
+    return o, torch.logsumexp(s, -1) / np.log(2)
+
+
+@pytest.mark.parametrize("feature", ["right padding", "gradient of lse", "grouped heads"])
+def test_a_script_shows_the_errors_that_check_finds(feature, tmp_path, monkeypatch, capsys):
+    keywords = {"causal": "is_causal", "scale": "scaling", "mask": "attention_mask"}
+    options = check.Options(layout="BNTH", framework="torch", keywords=keywords, **SMALL)
+    target = check.find(f"{__name__}:with_lse", options)
+    made = problems.features("float32", causal=True, head_size=16)
+    problem = next(p for p in made if feature in p.name)
+    _, script = shrink.save(problem, target, tmp_path, "case")
+    monkeypatch.chdir(tmp_path)
+    exec(script.read_text(), {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    errors = {words[0]: float(words[3]) for words in printed}
+    assert max(errors[name] for name in ("o", "dv")) < 1e-4
+    if feature == "gradient of lse":
+        assert min(errors[name] for name in ("lse", "dq", "dk")) > 0.1
+    else:
+        assert max(errors.values()) < 1e-4 and "lse" not in errors
+    assert len(script.read_text().splitlines()) <= 25
+
+
+@pytest.mark.parametrize(
+    ("given", "absent"), [({"bias": True}, "soft_cap"), ({"soft_cap": 5.0}, "bias"), ({}, None)]
+)
+def test_tokamax_has_no_problem_with_soft_cap_and_bias(given, absent, monkeypatch):
+    """It adds the bias before the soft cap, which is a convention and no bug."""
+    module = types.ModuleType("tokamax")
+    module.dot_product_attention = with_lse
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    target = check.find("tokamax:xla", check.Options(**given))
+    assert {"bias", "soft_cap"} - target.can == ({absent} if absent else set())
+    assert any("before the soft cap" in note for note in target.notes) == bool(absent)
+
+
+def test_tokamax_in_chunks_is_called_by_its_own_names():
+    pytest.importorskip("tokamax", reason="needs tokamax")
+    target = check.find("tokamax:xla_chunked", check.Options())
+    for problem in problems.features("bfloat16", causal=True, head_size=16):
+        if problem.needs <= target.can:
+            of = measure.exact(problem)
+            errors = measure.row_errors(target.call(problem), of)
+            assert max(error.max() for error in errors.values()) < 0.02, problem.name
 
 
 @pytest.mark.usefixtures("few_candidates")

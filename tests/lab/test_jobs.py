@@ -98,6 +98,51 @@ def test_a_signal_ends_the_jobs_with_a_checkpoint(waiting):
     assert (last.code, last.stopping) == (0, False)
 
 
+def test_an_arm_that_others_stop_is_said_to_be_stopped(lab, monkeypatch):
+    """As after `scancel`: Slurm sends SIGTERM to the trainer too, which saves and ends with 0."""
+    local = lambda args, workdir: jobs.Cluster("local", internal(workdir) / "jobs", {})  # noqa: E731
+    monkeypatch.setattr(command, "_cluster", local)
+    code, output = lab({"a": "stopped"}, SLURM)
+    assert code == EXIT_BAD_INPUT
+    assert "error: a failed: stopped from outside, interrupted after 1 step; " in output
+
+
+@pytest.mark.parametrize(
+    ("states", "kinds"),
+    [
+        (["waiting", "running", "waiting", "running", "gone"],
+         ["submitted", "started", "submitted", "started", "ended"]),
+        (["waiting", "gone"], ["submitted", "ended"]),  # cancelled before it began
+    ],
+)  # fmt: skip
+def test_what_jobs_do_is_said(states, kinds, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "_LEFT_SECONDS", 0.0)
+    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
+    left = iter(states)
+    monkeypatch.setattr(cluster, "states", lambda asked: {job.job_id: next(left) for job in asked})
+    monkeypatch.setattr(cluster, "submit", lambda _: submitit.LocalJob(tmp_path, "7"))
+    task = Task("arm", ["true"], tmp_path / "arm.log")
+    events = [event for event in jobs.run_jobs([task], cluster, {}) if event is not None]
+    assert [event.kind for event in events] == kinds
+    assert events[-1].code == -signal.SIGKILL, "no result"
+
+
+def test_a_job_that_slurm_refuses_is_one_clear_line(lab, tmp_path, monkeypatch):
+    login_node(tmp_path, monkeypatch)
+    (tmp_path / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: Memory specification can not be satisfied' >&2\n"
+        "echo 'sbatch: error: Batch job submission failed: Requested node configuration is not "
+        "available' >&2\nexit 1\n"
+    )
+    code, output = lab({"a": "finish"}, SLURM, "--slurm", "time=5", "mem=900G")
+    assert code == EXIT_BAD_INPUT
+    (line,) = output.splitlines()
+    assert line == (
+        "error: Slurm refuses a: Memory specification can not be satisfied; Requested node "
+        "configuration is not available"
+    )
+
+
 def test_a_job_without_a_result_is_a_failure_that_says_so(waiting):
     task, cluster, submitted = waiting
     events = jobs.run_jobs([task], cluster, {})
@@ -153,6 +198,8 @@ def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
             ([SLURM, "--slurm", f"time={time}"], f"time={time}: must be a whole number, 1 or more")
             for time in ("0", "-5", "1-00:00:00", "ten", "²")
         ),
+        ([SLURM, "--slurm", "time=3"], "time=3: must be 4 or more, because Slurm tells a job"),
+        ([SLURM, "--slurm", "time=9", "signal_delay_s=600"], "time=9: must be 12 or more"),
         ([SLURM, "--slurm", "time=5", "signal_delay_s=x"], "signal_delay_s=x: must be a whole"),
         (["--slurm", "time=5"], "needs --launcher=slurm"),
     ],

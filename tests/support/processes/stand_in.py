@@ -37,6 +37,8 @@ if act == "wait" and not (run.parent / "mended").exists():
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
     print("listening", flush=True)
     time.sleep(60)
+if act == "stopped":
+    sys.exit(0)
 if act == "slow":
     time.sleep(0.5)
 if act == "report" and not (run.parent / "mended").exists():  # killed while it writes the report
