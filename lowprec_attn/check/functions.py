@@ -6,7 +6,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lowprec_attn.check.calls import Function, TargetError
@@ -200,6 +201,23 @@ def named(name: str, options: Options) -> Target:
     if not callable(found):
         raise TargetError(f"{name} is no function but {type(found).__name__}; say MODULE:FUNCTION")
     return of_function(found, options, (module_name, attribute))
+
+
+def refusal_of(error: BaseException, said: Iterable[warnings.WarningMessage]) -> str:
+    """Returns why a function refused a problem: its error, then the reasons that PyTorch warns of.
+
+    Args:
+      error: the error.
+      said: the warnings of the call. PyTorch's attention raises "No available kernel", and says in
+        warnings what every kernel lacks.
+    """
+    lines = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in said]
+    reasons = [
+        line for line in lines if not line.endswith(("not used because:", "runtime disabled."))
+    ]
+    if not isinstance(error, RuntimeError) or "No available kernel" not in str(error):
+        reasons = []
+    return " ".join([first_line(error), *map(printable, dict.fromkeys(reasons))])[:400]
 
 
 def first_line(error: BaseException) -> str:

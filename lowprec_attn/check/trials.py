@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from lowprec_attn.check import problems
 from lowprec_attn.check.calls import TargetError
-from lowprec_attn.check.functions import first_line
+from lowprec_attn.check.functions import refusal_of
 from lowprec_attn.check.measure import RESULTS, WORDS, Exact, Found, exact, row_errors
 from lowprec_attn.check.problems import DTYPES, Problem
 from lowprec_attn.check.target import Target, aligned
@@ -85,12 +86,18 @@ class Trials:
     def run(self, problem: Problem) -> Trial:
         """Runs one problem."""
         of = exact(problem)
-        try:
-            found = self.target.call(problem)
-        except (Exception, SystemExit) as error:  # a library may raise anything
-            if lacks_its_platform(error):  # no fault of the library
-                raise
-            return Trial(problem, of, None, {}, first_line(error))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                found = self.target.call(problem)
+            except (Exception, SystemExit) as error:  # a library may raise anything
+                if lacks_its_platform(error):  # no fault of the library
+                    raise
+                return Trial(problem, of, None, {}, refusal_of(error, said))
+        for warning in said:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
         for name in RESULTS:
             if found[name].shape != of.found[name].shape:
                 raise TargetError(

@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.attention import flex_attention  # noqa: E402
 
 from lowprec_attn import check  # noqa: E402
 from lowprec_attn.check import libraries, measure, problems, shrink  # noqa: E402
+from lowprec_attn.check.functions import refusal_of  # noqa: E402
 from lowprec_attn.commands.main import main  # noqa: E402
 
 SMALL = {"tokens": 64, "head_size": 16}
@@ -236,3 +238,34 @@ def test_flex_attention_on_a_cpu_says_why_not(capsys):
         pytest.skip("only where there is no GPU")
     assert main(["check", "torch.flex", "--tokens=64"]) == 1
     assert "does not support backward on CPU" in capsys.readouterr().err
+
+
+def test_a_refusal_says_what_pytorch_warns_of():
+    """A PyTorch for CUDA says in warnings what each kernel lacks; these are its words."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for text in (
+            "Flash attention kernel not used because: (Triggered internally at a.cpp:988.)",
+            "Flash Attention does not support non-null attn_mask. (Triggered internally at b.h:2.)",
+            "CuDNN attention kernel not used because: (Triggered internally at a.cpp:990.)",
+            "cuDNN attention has been runtime disabled. (Triggered internally at a.cpp:558.)",
+        ):
+            warnings.warn(text, UserWarning, stacklevel=1)
+    error = RuntimeError("No available kernel. Aborting execution.")
+    assert refusal_of(error, said) == (
+        "RuntimeError: No available kernel. Aborting execution. "
+        "Flash Attention does not support non-null attn_mask."
+    )
+    assert refusal_of(RuntimeError("Expected 4 axes"), said) == "RuntimeError: Expected 4 axes"
+
+
+def test_a_warning_of_a_call_that_succeeds_is_given(few_candidates):
+    def attend(q, k, v, *, is_causal):
+        warnings.warn("slow", UserWarning, stacklevel=1)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q, k, v, is_causal=is_causal)
+
+    keywords = {"causal": "is_causal"}
+    options = check.Options(layout="BNTH", keywords=keywords, framework="torch", **SMALL)
+    with pytest.warns(UserWarning, match="slow"):
+        check.check(check.of_function(attend, options))
