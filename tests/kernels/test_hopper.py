@@ -936,11 +936,11 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
         (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (request(PUBLISHED, head_size=128, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
-        (request(window=(8, 8), sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(window=(8, 8), sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (request(has_lengths=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
-        (request(has_segments=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
-        (request(has_sinks=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
-        (request(soft_cap=30.0, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_segments=True, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (request(has_sinks=True, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (request(soft_cap=30.0, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
