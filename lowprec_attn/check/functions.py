@@ -211,12 +211,12 @@ def refusal_of(error: BaseException, said: Iterable[warnings.WarningMessage]) ->
       said: the warnings of the call. PyTorch's attention raises "No available kernel", and says in
         warnings what every kernel lacks.
     """
+    if not isinstance(error, RuntimeError) or "No available kernel" not in str(error):
+        return first_line(error)
     lines = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in said]
     reasons = [
         line for line in lines if not line.endswith(("not used because:", "runtime disabled."))
     ]
-    if not isinstance(error, RuntimeError) or "No available kernel" not in str(error):
-        reasons = []
     return " ".join([first_line(error), *map(printable, dict.fromkeys(reasons))])[:400]
 
 

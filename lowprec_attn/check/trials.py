@@ -68,6 +68,7 @@ class Trials:
             "seed": seed,
         }
         sized = options | {"tokens": target.tokens}
+        self._passed_on: set[tuple[Any, ...]] = set()
         self.core = [self.run(p) for p in self._set(problems.core(dtype, **sized))]
         if all(trial.found is None for trial in self.core):
             first = self.core[0]
@@ -94,10 +95,7 @@ class Trials:
                 if lacks_its_platform(error):  # no fault of the library
                     raise
                 return Trial(problem, of, None, {}, refusal_of(error, said))
-        for warning in said:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+        self._pass_on(said)
         for name in RESULTS:
             if found[name].shape != of.found[name].shape:
                 raise TargetError(
@@ -105,6 +103,14 @@ class Trials:
                     f"{of.found[name].shape} (BTNH); is it another layout (--layout)?"
                 )
         return Trial(problem, of, found, row_errors(found, of))
+
+    def _pass_on(self, said: Sequence[warnings.WarningMessage]) -> None:
+        """Gives the warnings of a call, each once: `catch_warnings` forgets what was given."""
+        for warning in said:
+            place = (warning.category, warning.filename, warning.lineno)
+            if (str(warning.message), *place) not in self._passed_on:
+                self._passed_on.add((str(warning.message), *place))
+                warnings.warn_explicit(warning.message, *place)
 
     def _set(self, made: Sequence[Problem]) -> list[Problem]:
         return [self.target.setting.applied(p, self._seed) for p in made]

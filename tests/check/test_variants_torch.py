@@ -270,5 +270,6 @@ def test_a_warning_of_a_call_that_succeeds_is_given(few_candidates):
 
     keywords = {"causal": "is_causal"}
     options = check.Options(layout="BNTH", keywords=keywords, framework="torch", **SMALL)
-    with pytest.warns(UserWarning, match="slow"):
+    with pytest.warns(UserWarning, match="slow") as given:
         check.check(check.of_function(attend, options))
+    assert len(given) == 1  # of many calls
