@@ -45,7 +45,7 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 # every other platform.
 _PLATFORMS = ("cuda", "tpu", "default")
 # The lowering platforms for each platform of devices. JAX calls ROCm devices `gpu` as well.
-_OF_DEVICES = {"gpu": ("cuda", "default"), "tpu": ("tpu",)}
+_OF_DEVICES = {"gpu": ("cuda", "default"), "cuda": ("cuda",), "tpu": ("tpu",)}
 _platforms: ContextVar[tuple[str, ...]] = ContextVar("platforms", default=_PLATFORMS)
 
 
@@ -80,7 +80,8 @@ def traced_for(platform: str) -> Iterator[None]:
     """A context in which calls are traced for one platform only, without the kernels of others.
 
     Args:
-      platform: JAX's name for the platform of the devices, such as `gpu`.
+      platform: JAX's name for the platform of the devices, such as `gpu` or, for NVIDIA's alone,
+        `cuda`.
     """
     before = _platforms.set(_OF_DEVICES.get(platform, ("default",)))
     try:

@@ -21,11 +21,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import torch
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core.primitives import custom_jvp_call_p, jit_p
 from torch import Tensor
 
 from lowprec_attn import attention as _jax_attention
 from lowprec_attn import installation
+from lowprec_attn.attention.dispatch import traced_for
 from lowprec_attn.errors import UserError
 from lowprec_attn.numerics import Numerics, RowMax, get_preset
 
@@ -180,7 +182,11 @@ class _Program:
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    shapes: tuple[jax.ShapeDtypeStruct, ...], which: int, is_causal: bool, scale: float
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    platform: str,
+    which: int,
+    is_causal: bool,
+    scale: float,
 ) -> _Program:
     numerics, row_max, logits_soft_cap, implementation = _ARITHMETICS[which]
     attend = functools.partial(
@@ -195,7 +201,9 @@ def _program(
 
     def both(*qkv: jax.Array) -> Any:
         """Returns O, and the function of dO, whose leaves are the arrays that it keeps."""
-        return jax.vjp(attend, *qkv)
+        # Traced for every platform, a call would keep what the kernels of each of them need.
+        with traced_for(platform):
+            return jax.vjp(attend, *qkv)
 
     traced, made = jax.make_jaxpr(both, return_shape=True)(*shapes)
     leaves, structure = jax.tree.flatten(made)
@@ -204,17 +212,16 @@ def _program(
     # `outputs` lists the leaves that the operator returns.
     sources: list[tuple[bool, int]] = []
     outputs: list[int] = []
-    known: dict[Any, tuple[bool, int]] = {
-        var: (True, i) for i, var in enumerate(traced.jaxpr.invars)
-    }
-    for i, var in enumerate(traced.jaxpr.outvars):
-        if isinstance(var, Literal) or var not in known:
-            sources.append((False, len(outputs)))
+    known = {var: (True, i) for i, var in enumerate(traced.jaxpr.invars)}
+    for i, var in enumerate(_origins(traced.jaxpr)):
+        if var is None or var not in known:
+            source = (False, len(outputs))
             outputs.append(i)
-            if not isinstance(var, Literal):
-                known[var] = sources[-1]
+            if var is not None:
+                known[var] = source
         else:
-            sources.append(known[var])
+            source = known[var]
+        sources.append(source)
 
     def forward(*qkv: jax.Array) -> list[jax.Array]:
         found = jax.tree.leaves(both(*qkv))
@@ -228,6 +235,31 @@ def _program(
     return _Program(tuple(leaves[i] for i in outputs), jax.jit(forward), jax.jit(backward))
 
 
+# The functions that a program calls, by the primitive of the call.
+_CALLED = {jit_p: "jaxpr", custom_jvp_call_p: "call_jaxpr"}
+
+
+def _origins(jaxpr: Jaxpr) -> list[Var | None]:
+    """Returns for each output of a program the variable that first held it, None for a literal.
+
+    A function that a program calls gives variables of its own to inputs that it returns, and to an
+    output that it returns twice.
+    """
+    first: dict[Var, Var] = {}
+    for call in jaxpr.eqns:
+        if call.primitive not in _CALLED:
+            continue
+        inner = call.params[_CALLED[call.primitive]].jaxpr
+        outer: dict[Var, Any] = dict(zip(inner.invars, call.invars, strict=True))
+        for var, returned in zip(_origins(inner), call.outvars, strict=True):
+            if var is None:
+                continue
+            origin = outer.setdefault(var, returned)
+            if not isinstance(origin, Literal):
+                first[returned] = first.get(origin, origin)
+    return [None if isinstance(var, Literal) else first.get(var, var) for var in jaxpr.outvars]
+
+
 def _program_of(
     q: Tensor, k: Tensor, v: Tensor, which: int, is_causal: bool, scale: float
 ) -> _Program:
@@ -236,7 +268,9 @@ def _program_of(
     shapes = tuple(
         jax.ShapeDtypeStruct(tuple(map(int, x.shape)), _DTYPES[x.dtype]) for x in (q, k, v)
     )
-    return _program(shapes, which, is_causal, scale)
+    # PyTorch calls AMD's GPUs `cuda` as well; no kernel of ours serves them.
+    platform = "cuda" if q.is_cuda and torch.version.cuda else "default"
+    return _program(shapes, platform, which, is_causal, scale)
 
 
 @torch.library.custom_op("lowprec_attn::forward", mutates_args=())

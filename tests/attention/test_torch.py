@@ -211,3 +211,31 @@ def test_arrays_without_heads_and_empty_ones_are_refused():
 def test_numerics_that_draw_bits_are_refused():
     with pytest.raises(ours.TorchAttentionError, match="draws random bits"):
         ours.attention_fn(numerics="stochastic_output")
+
+
+@pytest.mark.parametrize("numerics", ["flash", "normalized_delta"])
+def test_kernels_keep_lse_beside_o_for_the_backward_pass(numerics):
+    """They read q, k and v from the caller's tensors."""
+    shape = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    arithmetic = bridge._arithmetic(bridge._Arithmetic(numerics, "standard", None, None))
+    with jax_attention.compiled_for("H100"):
+        program = bridge._program((shape,) * 3, "cuda", arithmetic, True, 0.125)
+    assert [(x.shape, str(x.dtype)) for x in program.outputs] == [
+        ((2, 256, 4, 64), "bfloat16"),  # O
+        ((2, 4, 256), "float32"),  # lse
+    ]
+
+
+def test_an_output_that_a_called_function_returns_twice_is_one_output():
+    @jax.jit
+    def called(x, y):
+        z = x + y
+        return y, z, x, z
+
+    jaxpr = jax.make_jaxpr(lambda x, y: (*called(x, y), 1.0, called(y, y)[0]))(1.0, 2.0).jaxpr
+    x, y = jaxpr.invars
+    found = bridge._origins(jaxpr)
+    assert [found[i] for i in (0, 2, 5)] == [y, x, y]
+    assert found[4] is None
+    assert found[1] is found[3]
+    assert found[1] not in (x, y)
