@@ -385,7 +385,10 @@ def default_block_sizes(
     """
     value_size = value_size or head_size
     if value_size not in (head_size, OTHER_VALUES.get(head_size)):
-        raise ValueError(f"no tiles for values of {value_size} with queries of {head_size}")
+        raise ValueError(
+            f"no tiles for head size {head_size} with values of {value_size} "
+            f"(values take {OTHER_VALUES.get(head_size, head_size)})"
+        )
     if unordered and value_size != head_size:
         raise ValueError(f"unordered needs values of head size {head_size}, got {value_size}")
     if rounds_products and head_size != ROWS:
