@@ -1,6 +1,7 @@
 """Times attention with windows, packed segments, lengths, a soft cap and sinks.
 
     python -m benchmarks.variants --out results/hopper/variants.jsonl
+    python -m benchmarks.variants --out FILE --shapes mla192 mla128 --variants plain
 
 Every variant is causal, and plain causal attention of the same shape is timed in the same run. Each
 is computed by `hopper`, by `gpu`, and by cuDNN through `jax.nn` if that has it. Ratios are to the
