@@ -867,11 +867,11 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(head_size=192), "head size 192 (it takes 64 or 128 or 256)"),
         (
             request(CORRECTED_AFTER_CAST, head_size=128, value_size=64),
-            "delta=after_cast with values of head size 64 with queries of 128",
+            "delta=after_cast for values of head size 64 with queries of 128",
         ),
         (
             request(head_size=128, value_size=64, sizes=dataclasses.replace(SIZES, unordered=True)),
-            "unordered=True with values of head size 64 with queries of 128",
+            "unordered=True for values of head size 64 with queries of 128",
         ),
         (
             request(AUXILIARY_OUTPUT, head_size=192, value_size=128),

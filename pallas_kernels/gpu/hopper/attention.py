@@ -150,9 +150,9 @@ def _unsupported_sizes(request: Request) -> str | None:
         return f"{given} (it takes equal sizes, or {_listed(pairs)})"
     # −λ q is larger than dO, through whose memory it would leave.
     if request.spec.numerics.delta == "after_cast":
-        return f"delta=after_cast with {given}"
+        return f"delta=after_cast for {given}"
     # dQ is summed in blocks that equal sizes share out evenly.
-    return f"unordered=True with {given}" if _is_unordered(request.spec) else None
+    return f"unordered=True for {given}" if _is_unordered(request.spec) else None
 
 
 def _unsupported_unordered(n: Numerics) -> str | None:
