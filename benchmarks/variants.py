@@ -1,6 +1,7 @@
 """Times attention with windows, packed segments, lengths, a soft cap and sinks.
 
     python -m benchmarks.variants --out results/hopper/variants.jsonl
+    python -m benchmarks.variants --out FILE --shapes mla192 mla128 --variants plain
 
 Every variant is causal, and plain causal attention of the same shape is timed in the same run. Each
 is computed by `hopper`, by `gpu`, and by cuDNN through `jax.nn` if that has it. Ratios are to the
@@ -21,11 +22,12 @@ from benchmarks import program
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record, environment, reason, write
 from benchmarks.attention.timing import Attention, JaxCandidate, Timed, interleave
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import OTHER_VALUES, SHAPES, Shape
 from lowprec_attn.attention import dot_product_attention
 
 _DOCUMENTS = 8  # documents of random lengths that are packed into one sequence
 IMPLEMENTATIONS = ("hopper", "gpu", "cudnn")
+_SHAPES = SHAPES | OTHER_VALUES
 # For each variant, the options of `dot_product_attention` by shape.
 VARIANTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "plain": lambda _: {},
@@ -75,7 +77,7 @@ def candidate(variant: str, implementation: str) -> JaxCandidate:
 
 def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Record]:
     """Returns a record for each implementation."""
-    problem = Problem(name, SHAPES[name], "bfloat16", backward)
+    problem = Problem(name, _SHAPES[name], "bfloat16", backward)
     inputs, calls = problem.inputs(), problem.calls("gpu")
     timed: dict[str, Timed] = {}
     rows: list[Record] = []
@@ -109,7 +111,7 @@ def main() -> int:
     """Measures all variants, prints the times and writes the records."""
     parser = program.parser(__doc__)
     parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, default=["gpt2", "long64", "long128"]
+        "--shapes", nargs="+", choices=_SHAPES, default=["gpt2", "long64", "long128"]
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=11)

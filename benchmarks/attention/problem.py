@@ -23,7 +23,7 @@ class Problem:
 
     Attributes:
       name: the shape's name in `benchmarks.shapes`.
-      shape: causal self-attention of q, k, v [B, T, N, H].
+      shape: causal self-attention of q, k [B, T, N, H] and v [B, T, N, V].
       dtype: the dtype of q, k, v and dO.
       backward: whether dQ, dK and dV are computed as well.
     """
@@ -57,9 +57,16 @@ class Problem:
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shapes and dtypes of q, k, v and dO."""
-        return (jax.ShapeDtypeStruct(self.shape.qkv, jnp.dtype(self.dtype)),) * 4
+        return tuple(jax.ShapeDtypeStruct(x, jnp.dtype(self.dtype)) for x in self._shapes)
 
-    def inputs(self, seed: int = 0) -> tuple[Float[Array, "B T N H"], ...]:
+    def inputs(self, seed: int = 0) -> tuple[Float[Array, "B T N _"], ...]:
         """Draws standard normal q, k, v and dO."""
         keys = jax.random.split(jax.random.key(seed), 4)
-        return tuple(jax.random.normal(key, self.shape.qkv, self.dtype) for key in keys)
+        return tuple(
+            jax.random.normal(key, shape, self.dtype)
+            for key, shape in zip(keys, self._shapes, strict=True)
+        )
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.shape.qkv,) * 2 + (self.shape.values,) * 2

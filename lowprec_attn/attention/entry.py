@@ -80,7 +80,8 @@ def dot_product_attention(
         packed array directly and write its gradient in the same layout.
       key: k [B, S, K, H] of q's dtype. N is a multiple of K (grouped-query attention).
       value: v [B, S, K, V] of q's dtype. The head size V, which O shares, may differ from H, as in
-        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve V ≠ H.
+        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve V ≠ H; `hopper`
+        serves V = 128 with H = 192 and 64 with 128, but only if it is named.
       bias: added to the scores.
       mask: True if a query may see a key.
       scale: factor of q kᵀ, by default 1/√H. It is applied in float32. The kernels decline a traced

@@ -133,6 +133,18 @@ def test_calls_fill_a_sample() -> None:
     assert gpt2.calls("gpu") == 45  # 20 ms · 200 TFLOP/s / (3.5 · 2 · 16 · 12 · 1024² · 64)
 
 
+def test_values_of_another_head_size_count_in_two_of_five_products() -> None:
+    shape = Shape(1, 8, 2, 24, 16)
+    forward, both = (Problem("", shape, "bfloat16", backward) for backward in (False, True))
+    for problem in (forward, both):
+        shapes = [x.shape for x in problem.inputs()]
+        assert shapes == [(1, 8, 2, 24)] * 2 + [(1, 8, 2, 16)] * 2
+        assert shapes == [x.shape for x in problem.abstract_inputs()]
+    # S and P̄V; then S, dQ and dK of 24 features, dP and dV of 16. Half of each is not counted.
+    assert forward.flops == 2 * 64 * (24 + 16)
+    assert both.flops - forward.flops == 2 * 64 * (3 * 24 + 2 * 16)
+
+
 # Candidates
 
 

@@ -34,7 +34,7 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dot_product_attention, tiled
-from lowprec_attn.attention.dispatch import UnsupportedError, resolve
+from lowprec_attn.attention.dispatch import UnsupportedError, declined_by, resolve
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
@@ -52,6 +52,7 @@ from lowprec_attn.numerics import (
     RowMax,
     StandardMax,
 )
+from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import (
     BackwardTile,
@@ -88,6 +89,9 @@ WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=1
 TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
 MATCHED_AND_CORRECTED = MATCHED.replace(delta="after_cast")
 WIDEST = dataclasses.replace(GROUPED, rows=192, keys=192, head_size=256)
+# Values of another head size than queries and keys.
+OF_192 = dataclasses.replace(WIDEST, head_size=192, value_size=128)
+OF_128 = dataclasses.replace(OF_192, head_size=128, value_size=64)
 
 
 @pytest.fixture
@@ -141,6 +145,7 @@ def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> Block
     """The table's tiles for this case, interpreted, with few programs."""
     sizes = default_block_sizes(
         case.head_size,
+        value_size=case.value_size,
         saves_float32=chosen.saved_dtype == jnp.float32,
         saves_halves=chosen.saved_output == "halves",
         keeps_auxiliary=keeps_auxiliary(chosen),
@@ -361,6 +366,30 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
     case = dataclasses.replace(WIDEST, **changes)
     sizes = of_table(case, chosen, rule, long=long)
     check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "chosen"),
+    [
+        pytest.param(OF_192, FLASH, id="192 and 128, causal, grouped heads"),
+        pytest.param(
+            dataclasses.replace(OF_192, rows=64, keys=128, is_causal=False),
+            NORMALIZED_DELTA,
+            id="192 and 128, not causal, normalized delta",
+        ),
+        pytest.param(OF_128, FLASH, id="128 and 64, causal, grouped heads"),
+        pytest.param(
+            dataclasses.replace(OF_128, rows=64, keys=128, is_causal=False),
+            NORMALIZED_DELTA,
+            id="128 and 64, not causal, normalized delta",
+        ),
+    ],
+)
+def test_values_of_another_head_size(case: Case, chosen: Numerics) -> None:
+    """With the table's tiles: the last query tile is half empty, or warpgroups share 64 rows."""
+    sizes = of_table(case, chosen, StandardMax(), long=False)
+    check_accuracy(case, call(case, chosen, sizes=sizes, kv_block=None))
 
 
 @needs_mosaic
@@ -831,7 +860,27 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
             "segments, lengths with tile_grads=bfloat16",
         ),
         (request(mask_shape=(1, 1, 128, 128)), "a dense mask"),
-        (request(value_size=128), "values of head size 128 with queries of 64"),
+        (
+            request(value_size=128),
+            "values of head size 128 with queries of 64 (it takes equal sizes, or 128 with 192",
+        ),
+        (request(head_size=192), "head size 192 (it takes 64 or 128 or 256)"),
+        (
+            request(CORRECTED_AFTER_CAST, head_size=128, value_size=64),
+            "delta=after_cast for values of head size 64 with queries of 128",
+        ),
+        (
+            request(head_size=128, value_size=64, sizes=dataclasses.replace(SIZES, unordered=True)),
+            "unordered=True for values of head size 64 with queries of 128",
+        ),
+        (
+            request(AUXILIARY_OUTPUT, head_size=192, value_size=128),
+            "saved_output=auxiliary at head size 192",
+        ),
+        (
+            request(soft_cap=30.0, head_size=192, value_size=128),
+            "logits_soft_cap=30.0 at head size 192",
+        ),
         (
             request(PUBLISHED, soft_cap=30.0, has_sinks=True),
             "logits_soft_cap=30.0, sinks with tile_grads=bfloat16",
@@ -946,6 +995,34 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         assert resolve(asked) == name
+
+
+@needs_mosaic
+@pytest.mark.parametrize("sizes", [(192, 128), (128, 64)])
+def test_values_of_another_head_size_have_to_be_asked_for(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_size, value_size = sizes
+    asked = request(head_size=head_size, value_size=value_size, sizes=None, platform="cuda")
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        assert resolve(asked) == "gpu"
+        assert resolve(asked, "hopper") == "hopper"
+        named = f"hopper has to be named for values of head size {value_size} with queries of"
+        assert declined_by(asked, "gpu") == [f"{named} {head_size}"]
+        # Not even where the next one declines.
+        monkeypatch.setattr(gpu, "unsupported", lambda _: "anything")
+        assert resolve(asked) == "tiled"
+    spec = dataclasses.replace(asked.spec, block_sizes=SIZES)  # which only `hopper` takes
+    with pytest.raises(UnsupportedError, match="unless implementation='hopper'; gpu: anything"):
+        resolve(dataclasses.replace(asked, spec=spec))
+
+
+def test_tiles_of_values_of_another_head_size_are_those_of_two_pairs() -> None:
+    for head_size, value_size in ((192, 192), (64, 128), (256, 128)):
+        with pytest.raises(ValueError, match=f"{head_size} with values of {value_size}"):
+            default_block_sizes(head_size, value_size=value_size)
+    with pytest.raises(ValueError, match="unordered needs values of head size 128, got 64"):
+        default_block_sizes(128, value_size=64, unordered=True)
 
 
 def test_tiles_of_long_steps_are_of_one_head_size() -> None:

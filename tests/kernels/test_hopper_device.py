@@ -66,6 +66,7 @@ class Call:
     heads: int = 4
     kv_heads: int = 4
     head_size: int = 64
+    value_size: int | None = None  # None: the head size
     is_causal: bool = True
     numerics: Numerics = FLASH
     row_max: RowMax = StandardMax()  # noqa: RUF009 (frozen)
@@ -83,10 +84,17 @@ class Call:
         """q, k, v and dO."""
         rng = np.random.default_rng(0)
         rows, keys = (
-            (self.batch, length, heads, self.head_size)
+            (self.batch, length, heads)
             for length, heads in ((self.rows, self.heads), (self.keys, self.kv_heads))
         )
-        q, k, v, do = (rng.standard_normal(shape) for shape in (rows, keys, keys, rows))
+        q, k, v, do = (
+            rng.standard_normal((*shape, size))
+            for size, shapes in (
+                (self.head_size, (rows, keys)),
+                (self.value_size or self.head_size, (keys, rows)),
+            )
+            for shape in shapes
+        )
         groups = self.heads // self.kv_heads
         if self.few_ties:
             # For rows 5, 42, ... the largest scores belong to a key that occurs twice.
@@ -104,7 +112,8 @@ class Call:
     def is_plain(self) -> bool:
         """Whether an unordered dQ serves all options of the call."""
         hides = self.window is not None or self.has_segments or self.has_lengths
-        return not hides and self.soft_cap is None and not self.has_sinks
+        other = self.soft_cap is not None or self.has_sinks or self.value_size is not None
+        return not hides and not other
 
     def extras(self) -> Extras:
         """Segment ids, lengths and sinks."""
@@ -310,6 +319,43 @@ CALLS = {
     ),
     "many tiles per program": Call(batch=16, heads=12, kv_heads=12),
     "long": Call(batch=1, rows=8192, keys=8192, heads=2, kv_heads=2),
+    "head 192, values of 128": Call(head_size=192, value_size=128),
+    "head 192, values of 128, grouped heads, half of the last tile": Call(
+        rows=1088, keys=1088, kv_heads=2, head_size=192, value_size=128
+    ),
+    "head 192, values of 128, not causal, steps of 64": Call(
+        rows=192, keys=320, head_size=192, value_size=128, is_causal=False, kv_block=64
+    ),
+    "head 192, values of 128, normalized_delta": Call(
+        rows=640, head_size=192, value_size=128, numerics=NORMALIZED_DELTA
+    ),
+    "head 192, values of 128, matched_float32_output, segments": Call(
+        rows=640,
+        keys=640,
+        head_size=192,
+        value_size=128,
+        has_segments=True,
+        numerics=MATCHED_FLOAT32_OUTPUT,
+    ),
+    "head 192, values of 128, sinks, window, lengths": Call(
+        head_size=192, value_size=128, has_sinks=True, window=(200, 0), has_lengths=True
+    ),
+    "head 192, values of 128, many tiles per program": Call(
+        batch=16, heads=8, kv_heads=8, head_size=192, value_size=128
+    ),
+    "head 128, values of 64": Call(head_size=128, value_size=64),
+    "head 128, values of 64, grouped heads, half of the last tile": Call(
+        rows=1088, keys=1088, kv_heads=2, head_size=128, value_size=64
+    ),
+    "head 128, values of 64, normalized_delta": Call(
+        rows=640, head_size=128, value_size=64, numerics=NORMALIZED_DELTA
+    ),
+    "head 128, values of 64, matched, lengths": Call(
+        batch=4, head_size=128, value_size=64, has_lengths=True, numerics=MATCHED
+    ),
+    "head 128, values of 64, many tiles per program": Call(
+        batch=16, heads=12, kv_heads=12, head_size=128, value_size=64
+    ),
 }
 
 
@@ -318,6 +364,7 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
     n = call.numerics
     return default_block_sizes(
         call.head_size,
+        value_size=call.value_size,
         kv_block=call.kv_block,
         saves_float32=n.saved_dtype == jnp.float32,
         saves_halves=n.saved_output == "halves",
@@ -404,6 +451,8 @@ HIDDEN = {
     "corrected_after_cast, head 256": Hidden(
         rows=640, head_size=256, kv_block=64, numerics=CORRECTED_AFTER_CAST
     ),
+    "head 192, values of 128": Hidden(rows=640, keys=640, head_size=192, value_size=128),
+    "head 128, values of 64": Hidden(rows=640, keys=640, head_size=128, value_size=64),
     "many tiles per program": Hidden(batch=16, heads=12, kv_heads=12),
     "long": Hidden(rows=8192, keys=8192, heads=2, kv_heads=2),
 }
@@ -454,6 +503,9 @@ def test_the_largest_scores_are_those_of_float32_and_change_no_bit(name: str, lo
         *("corrected_after_cast, head 128", "corrected_after_cast, head 256"),
         *("window, many tiles per program", "segments, many tiles per program"),
         *("soft cap, many tiles per program", "all of them", "sinks"),
+        "head 192, values of 128, many tiles per program",
+        "head 192, values of 128, normalized_delta",
+        "head 128, values of 64, many tiles per program",
     ],
 )
 def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
@@ -469,7 +521,10 @@ def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
 @BOTH_TABLES
 @pytest.mark.parametrize(
     "name",
-    ["causal", "head 128", "head 256", "half of the last tile", "not causal", "published"],
+    [
+        *("causal", "head 128", "head 256", "half of the last tile", "not causal", "published"),
+        *("head 192, values of 128", "head 128, values of 64"),
+    ],
 )
 def test_ping_pong_changes_no_bit(name: str, long: bool) -> None:
     call = CALLS[name]
@@ -542,7 +597,11 @@ def test_rows_of_minus_infinity_alone_are_empty_in_long_steps(row_max: RowMax) -
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "head 128", "head 256", "not causal", "many tiles per program", "published"]
+    "name",
+    [
+        *("causal", "head 128", "head 256", "not causal", "many tiles per program", "published"),
+        *("head 192, values of 128", "head 128, values of 64"),
+    ],
 )
 def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     call = CALLS[name]
@@ -695,6 +754,7 @@ def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
     [
         *("causal", "head 128", "head 256", "grouped heads, an odd number of tiles", "published"),
         *("matched", "matched, head 128", "corrected_after_cast", "corrected_after_cast, head 128"),
+        *("head 192, values of 128", "head 128, values of 64"),
     ],
 )
 def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, long: bool) -> None:
@@ -702,12 +762,12 @@ def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, l
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
     shallow = BackwardTile(step=64, stages=1, owned_stages=1)
-    gradients = dataclasses.replace(shallow, cooperative=call.head_size == 256)
+    gradients = dataclasses.replace(shallow, cooperative=call.head_size > 128)
     sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=gradients)
-    if call.head_size == 128:  # P̄ needs memory as well
-        sizes = dataclasses.replace(
-            sizes, forward=dataclasses.replace(sizes.forward, owned_stages=1)
-        )
+    # P̄ needs memory as well.
+    if fewer := {128: {"owned_stages": 1}, 192: {"stages": 1}}.get(call.head_size):
+        forward = dataclasses.replace(sizes.forward, **fewer)
+        sizes = dataclasses.replace(sizes, forward=forward)
     registers = call.run(hopper, block_sizes=sizes)
     memory = call.run(hopper, block_sizes=dataclasses.replace(sizes, from_memory=True))
     for what, x in memory.items():

@@ -36,7 +36,11 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes, rounds_products
+from pallas_kernels.gpu.hopper.block_sizes import (
+    OTHER_VALUES,
+    default_block_sizes,
+    rounds_products,
+)
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -151,6 +155,7 @@ def code(
     chosen: Numerics = FLASH,
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
     *,
+    value_size: int | None = None,
     is_causal: bool = True,
     long: bool = False,
     halved: bool = True,
@@ -181,8 +186,11 @@ def code(
         return results, pullback(results)
 
     of = SHAPES["long64" if long else "gpt2"]  # the number of tiles affects what is spilled
-    x = jax.ShapeDtypeStruct((*of.qkv[:-1], head_size), jnp.bfloat16)
-    found = compiled(step, x, x, x)
+    x, v = (
+        jax.ShapeDtypeStruct((*of.qkv[:-1], size), jnp.bfloat16)
+        for size in (head_size, value_size or head_size)
+    )
+    found = compiled(step, x, x, v)
     assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
     return found
 
@@ -256,6 +264,30 @@ def test_hardly_a_register_is_spilled(head_size: int, long: bool) -> None:
     for kernel, bounds in SPILLED.items():
         assert found.spilled[kernel] <= bounds[hopper.HEAD_SIZES.index(head_size)], kernel
         assert not re.search(SERIALIZED, found.reports[kernel]), kernel
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(
+    ("chosen", "rule"),
+    [
+        (FLASH, StandardMax()),
+        (FLASH, DynamicMax()),
+        (FLOAT32_OUTPUT, StandardMax()),
+        (NORMALIZED_DELTA, StandardMax()),
+        (MATCHED_FLOAT32_OUTPUT, StandardMax()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("head_size", "value_size"), OTHER_VALUES.items())
+def test_values_of_another_head_size_hardly_spill(
+    head_size: int, value_size: int, chosen: Numerics, rule: RowMax, long: bool
+) -> None:
+    found = code(head_size, chosen, rule, value_size=value_size, long=long)
+    for kernel, report in found.reports.items():
+        # dQ and Σ P k of 128 features leave too few registers.
+        two_sums = kernel == "query_gradients" and chosen == NORMALIZED_DELTA and head_size == 128
+        assert found.spilled[kernel] <= (52 if two_sums else 0), kernel
+        assert not re.search(SERIALIZED, report), kernel
 
 
 @pytest.mark.parametrize(

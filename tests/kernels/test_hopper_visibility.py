@@ -151,6 +151,10 @@ ENDS = {
     "steps that only hidden rows see": dataclasses.replace(
         CASE, batch=2, rows=192, keys=192, query_lengths=(30, 10)
     ),
+    "values of another head size": dataclasses.replace(
+        FULL, batch=2, rows=64, keys=128, head_size=128, value_size=64, query_lengths=(50, 64),
+        key_lengths=(77, 128),
+    ),
 }  # fmt: skip
 
 
@@ -180,6 +184,7 @@ def with_hidden(case: Case, arrays: dict[str, Any], values: tuple[float, ...]) -
         ("causal", FLASH, SIZES, None, False),
         ("window", CORRECTED_AFTER_CAST, cooperative(), None, False),
         ("steps that only hidden rows see", MATCHED, LARGE, 5.0, True),
+        ("values of another head size", FLASH, SIZES, None, False),
     ],
 )
 def test_what_lengths_hide_counts_as_zeros(

@@ -7,6 +7,7 @@ It takes bfloat16 arrays and serves:
 - a correction after the cast of dS, and the choices of `matched`;
 - the standard and the dynamic maximum;
 - local windows, segments, lengths, soft caps and sinks;
+- values of another head size than queries and keys, as in `OTHER_VALUES`;
 - the further products that `published` rounds, at head size 64 (`long_steps`).
 
 `unsupported` names what it declines; the general GPU kernels serve that.
@@ -42,6 +43,7 @@ from lowprec_attn.numerics import (
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.block_sizes import (
+    OTHER_VALUES,
     ROWS,
     BlockSizes,
     block_sizes,
@@ -72,12 +74,10 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := unsupported_by_kernels(request) or unsupported_symbolic_batch(request):
         return reason
-    if request.value_size not in (None, request.q_shape[-1]):
-        return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"
+    if reason := _unsupported_sizes(request):
+        return reason
     if request.dtype != jnp.bfloat16:
         return f"{request.dtype} (it takes bfloat16)"
-    if request.q_shape[-1] not in HEAD_SIZES:
-        return f"head size {request.q_shape[-1]} (it takes {_listed(HEAD_SIZES)})"
     for name, length in (("queries", request.q_shape[1]), ("keys", request.kv_shape[1])):
         if length % ROWS:
             return f"{length} {name} (it takes multiples of {ROWS})"
@@ -94,7 +94,7 @@ def unsupported(request: Request) -> str | None:
     if reason := _unsupported_together(request):
         return reason
     head_size = request.q_shape[-1]
-    if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
+    if is_wide(head_size) and (reason := _unsupported_if_wide(request)):
         return f"{reason} at head size {head_size}"
     if reason := _unsupported_numerics(spec.numerics):
         return reason
@@ -120,6 +120,39 @@ def faster_elsewhere(request: Request) -> tuple[str, str] | None:
     if not all(isinstance(n, int) and n < _FEW_ROWS for n in rows):
         return None
     return "gpu", f"lengths below {_FEW_ROWS} rows"
+
+
+def only_if_named(request: Request) -> str | None:
+    """Names what these kernels serve only for callers that name them, or returns None."""
+    # Nobody has timed values of another head size on a device. Delete this condition once they have
+    # been found faster than those of `gpu` there.
+    if _has_other_values(request):
+        return _values(request)
+    return None
+
+
+def _has_other_values(request: Request) -> bool:
+    return request.value_size not in (None, request.q_shape[-1])
+
+
+def _values(request: Request) -> str:
+    return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"
+
+
+def _unsupported_sizes(request: Request) -> str | None:
+    head_size = request.q_shape[-1]
+    if not _has_other_values(request):
+        taken = head_size in HEAD_SIZES
+        return None if taken else f"head size {head_size} (it takes {_listed(HEAD_SIZES)})"
+    given = _values(request)
+    if request.value_size != OTHER_VALUES.get(head_size):
+        pairs = tuple(f"{v} with {h}" for h, v in OTHER_VALUES.items())
+        return f"{given} (it takes equal sizes, or {_listed(pairs)})"
+    # −λ q is larger than dO, through whose memory it would leave.
+    if request.spec.numerics.delta == "after_cast":
+        return f"delta=after_cast for {given}"
+    # dQ is summed in blocks that equal sizes share out evenly.
+    return f"unordered=True for {given}" if _is_unordered(request.spec) else None
 
 
 def _unsupported_unordered(n: Numerics) -> str | None:
@@ -179,13 +212,13 @@ def _unsupported_cap_or_sinks(request: Request) -> str | None:
     return None
 
 
-def _unsupported_if_wide(spec: Spec) -> str | None:
-    n = spec.numerics
+def _unsupported_if_wide(request: Request) -> str | None:
+    spec, n = request.spec, request.spec.numerics
     if _is_unordered(spec):
         return "unordered=True"
     if n.saved_dtype is not None and n.saved_output == "auxiliary":
         return "saved_output=auxiliary"
-    if n.kv_block == 128:
+    if n.kv_block == 128 and is_wide(request.value_size or request.q_shape[-1]):
         return "kv_block=128 (it takes 64 or None)"
     # The lower half of O is stored straight from registers, 16 bytes of a row at a time. Mosaic GPU
     # of JAX 0.12 stores only whole sectors of 32 bytes.
@@ -273,7 +306,8 @@ def keys_per_step(request: Request) -> int:
         "has_segments": request.has_segments or request.has_lengths,
         "has_sinks": request.has_sinks,
     }
-    step = block_sizes(request.q_shape, request.spec, **given).forward.step
+    values = request.value_size
+    step = block_sizes(request.q_shape, request.spec, value_size=values, **given).forward.step
     kv_block = request.spec.numerics.kv_block
     return kv_block if isinstance(kv_block, int) else step
 
@@ -286,11 +320,11 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
 ) -> tuple[Array, ...]:
-    """Returns O = softmax(q kᵀ · scale) v [B, T, N, H] and a float32 lse [B, T, N].
+    """Returns O = softmax(q kᵀ · scale) v [B, T, N, V] and a float32 lse [B, T, N].
 
     `spec.numerics` names the roundings. With `spec.max_logit` the result also has the largest
     scores [B, T, N].

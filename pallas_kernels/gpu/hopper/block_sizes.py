@@ -15,6 +15,9 @@ ROWS = 64  # rows of a warpgroup's matrix product (WGMMA)
 STEPS = (64, 128)
 _FEATURES = 128  # the largest head size at which a warpgroup has registers for two sums of 64 rows
 
+# The other head size that values may have, by that of queries and keys: 192 and 128 are DeepSeek's.
+OTHER_VALUES = {192: 128, 128: 64}
+
 BackwardKernel = Literal["query_gradients", "key_gradients"]
 
 
@@ -338,6 +341,7 @@ def is_long(rows: int, *, is_causal: bool) -> bool:
 def default_block_sizes(
     head_size: int,
     *,
+    value_size: int | None = None,
     kv_block: int | None = None,
     saves_float32: bool = False,
     saves_halves: bool = False,
@@ -355,7 +359,8 @@ def default_block_sizes(
     """Returns tiles from the table `tuning.toml`, which was tuned on one NVIDIA H200.
 
     Args:
-      head_size: 64, 128 or 256.
+      head_size: of queries and keys: 64, 128 or 256, or a key of `OTHER_VALUES`.
+      value_size: of values: None for `head_size`, or else its entry in `OTHER_VALUES`.
       kv_block: keys of an online-softmax step, None for the fastest.
       saves_float32: whether the forward kernel also stores a float32 O, which takes shared memory.
       saves_halves: whether it also stores what rounding O left, which takes half as much.
@@ -374,13 +379,22 @@ def default_block_sizes(
       soft_cap: whether scores are capped; the derivative of the cap takes registers.
 
     Raises:
-      ValueError: steps of 128 keys, Ō′ or an unordered dQ at head size 256; rounded products at a
-        head size other than 64; a head size that is not in the table.
+      ValueError: Ō′ or an unordered dQ above head size 128; steps of 128 keys with values of 256;
+        an unordered dQ with values of another size; rounded products at a head size other than 64;
+        head sizes that are not in the table.
     """
+    value_size = value_size or head_size
+    if value_size not in (head_size, OTHER_VALUES.get(head_size)):
+        raise ValueError(
+            f"no tiles for head size {head_size} with values of {value_size} "
+            f"(values take {OTHER_VALUES.get(head_size, head_size)})"
+        )
+    if unordered and value_size != head_size:
+        raise ValueError(f"unordered needs values of head size {head_size}, got {value_size}")
     if rounds_products and head_size != ROWS:
         raise ValueError(f"rounds_products needs head size {ROWS}, got {head_size}")
     if is_wide(head_size):
-        asked = (kv_block == 128, keeps_auxiliary, unordered)
+        asked = (kv_block == 128 and is_wide(value_size), keeps_auxiliary, unordered)
         names = ("kv_block=128", "keeps_auxiliary", "unordered")
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
@@ -388,6 +402,7 @@ def default_block_sizes(
         long = False  # the tiles of long calls were not measured with these
     call = {
         "head_size": head_size,
+        "value_size": value_size,
         "kv_block": kv_block,
         "saves_float32": saves_float32,
         "saves_halves": saves_halves,
@@ -411,20 +426,26 @@ def default_block_sizes(
 
 
 def block_sizes(
-    shape: Sequence[int], spec: Spec, *, has_segments: bool = False, has_sinks: bool = False
+    shape: Sequence[int],
+    spec: Spec,
+    *,
+    value_size: int | None = None,
+    has_segments: bool = False,
+    has_sinks: bool = False,
 ) -> BlockSizes:
     """The tiles that a call names, or else the tiles from the table.
 
     Args:
       shape: of q [B, T, N, H], or of the packed array [B, T, 3, N, H].
       spec: the call's static part.
-      has_segments, has_sinks: see `default_block_sizes`.
+      value_size, has_segments, has_sinks: see `default_block_sizes`.
     """
     if spec.block_sizes is None:
         kv_block = spec.numerics.kv_block
         assert kv_block != "all"  # `unsupported` declines it
         return default_block_sizes(
             shape[-1],
+            value_size=value_size,
             kv_block=kv_block,
             saves_float32=spec.numerics.saved_dtype == jnp.float32,
             saves_halves=spec.numerics.saved_output == "halves",

@@ -37,12 +37,14 @@ class Ends(NamedTuple):
     Attributes:
       at: int32 [2, B]. The rows at[0] and later see no key; no row sees the keys at[1] and later.
       qkv: the blocks of q, k and v, beside each other: [B, 128, N + 2 K, H].
-      do: the block of dO, [B, 128, N, H], in the backward pass.
+      do: the block of dO, [B, 128, N, V], in the backward pass.
+      v: the block of v, [B, 128, K, V], if V is not H; `qkv` then has the other two.
     """
 
     at: Ref
     qkv: Ref
     do: Ref = None
+    v: Ref = None
 
     @classmethod
     def of(cls, arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> "Ends | None":
@@ -62,7 +64,8 @@ class Ends(NamedTuple):
             _ended(x, at[side], plane if len(arrays) == 1 else None)
             for plane, (x, side) in enumerate(((q, _ROWS), (k, _KEYS), (v, _KEYS)))
         ]
-        return cls(at, jnp.concatenate(blocks, axis=2))
+        of_v = blocks.pop() if v.shape[-1] != k.shape[-1] else None
+        return cls(at, jnp.concatenate(blocks, axis=2), v=of_v)
 
     def backward(self, do: Array) -> "Ends":
         """The ends with the block of dO."""
@@ -94,6 +97,8 @@ class EndsOfElement(NamedTuple):
         if name not in before:
             return own
         copied = self.ends.do if name == "do" else self.ends.qkv
+        if name == "v" and self.ends.v is not None:
+            copied, before["v"] = self.ends.v, 0
         end = self.keys if name in ("k", "v") else self.rows
         # It is used only for parts that reach beyond the end, so not for parts before the block.
         block = lax.div(end, jnp.int32(_BLOCK)) * _BLOCK

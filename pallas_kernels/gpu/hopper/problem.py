@@ -71,6 +71,7 @@ class Problem:
     Attributes:
       spec: the call's static part.
       batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
+      value_size: V, the head size of v, O and dO; `head_size` is that of q and k.
       dtype: the dtype of q, k, v, dO and the gradients.
       packed: whether q, k and v, and so their gradients, are planes of one array [B, T, 3, N, H].
       sizes: the tiles.
@@ -84,6 +85,7 @@ class Problem:
     heads: int
     kv_heads: int
     head_size: int
+    value_size: int
     dtype: np.dtype
     packed: bool
     sizes: BlockSizes
@@ -91,9 +93,18 @@ class Problem:
 
     @classmethod
     def of(
-        cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes, *, has_segments: bool = False
+        cls,
+        q: Array,
+        k: Array,
+        spec: Spec,
+        sizes: BlockSizes,
+        *,
+        value_size: int | None = None,
+        has_segments: bool = False,
     ) -> "Problem":
         """The problem of a call with these arrays; q and k may both be the packed array.
+
+        value_size: V; None if it equals H.
 
         Raises:
           ValueError: the tiles do not fit the call, see `BlockSizes.check`.
@@ -107,6 +118,7 @@ class Problem:
             heads=q.shape[-2],
             kv_heads=k.shape[-2],
             head_size=q.shape[-1],
+            value_size=value_size or q.shape[-1],
             dtype=np.dtype(q.dtype),
             packed=q.ndim == 5,
             sizes=sizes,
@@ -242,6 +254,11 @@ class Problem:
         return first, jnp.minimum((i + 1) * parts, end)
 
     @property
+    def has_equal_sizes(self) -> bool:
+        """Whether v has the head size of q and k, so that dQ and O, and dK and dV, are alike."""
+        return self.value_size == self.head_size
+
+    @property
     def is_wide(self) -> bool:
         """See `block_sizes.is_wide`.
 
@@ -307,12 +324,12 @@ class Problem:
     ) -> StaticScheduler | LongestFirstScheduler:
         """The scheduler that `tile` asks for.
 
-        walked: how many rows of each of two arrays a head's tiles walk over.
+        walked: how many rows of k and v, or of q and dO, a head's tiles walk over.
         """
         # As in FlashAttention-3's LPT scheduler, not all heads are worked on at once: their keys
         # would evict each other from the L2 cache.
         if tile.longest_first and self.spec.is_causal:
-            size = 2 * walked * self.head_size * self.dtype.itemsize
+            size = walked * (self.head_size + self.value_size) * self.dtype.itemsize
             return LongestFirstScheduler(
                 tiles=tiles,
                 heads=heads,

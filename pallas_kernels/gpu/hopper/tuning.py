@@ -26,4 +26,7 @@ def tuned(kernel: str, call: Mapping[str, object]) -> dict[str, Any]:
         if all(call[name] == wanted for name, wanted in row["when"].items()):
             return dict(row["tile"])
     sizes = sorted({row["when"]["head_size"] for row in table()[kernel]})
-    raise ValueError(f"no tiles for head size {call['head_size']} (it takes {sizes})")
+    raise ValueError(
+        f"no tiles for head size {call['head_size']} with values of {call['value_size']} "
+        f"(it takes {sizes})"
+    )

@@ -48,7 +48,7 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, .
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
-    problem = _problem(q, k, spec, extras, segments)
+    problem = _problem(q, k, v, spec, extras, segments)
     start, ends = None, Ends.of(arrays, extras, spec)
     if extras.sinks is not None:
         sinks = first_order_only(extras.sinks, "hopper")
@@ -70,7 +70,7 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
     arrays, extras, o_saved, o_low, offset, inverse_l, ends = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
-    problem = _problem(q, k, spec, extras, segments)
+    problem = _problem(q, k, v, spec, extras, segments)
     if problem.sums_queries:
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
@@ -108,7 +108,10 @@ def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Proble
 attend.defvjp(_forward, _backward)
 
 
-def _problem(q: Array, k: Array, spec: Spec, extras: Extras, segments: Segments | None) -> Problem:
-    given = {"has_segments": segments is not None}
-    sizes = block_sizes(q.shape, spec, has_sinks=extras.sinks is not None, **given)
-    return Problem.of(q, k, spec, sizes, **given)
+def _problem(
+    q: Array, k: Array, v: Array, spec: Spec, extras: Extras, segments: Segments | None
+) -> Problem:
+    given, values = {"has_segments": segments is not None}, v.shape[-1]
+    has_sinks = extras.sinks is not None
+    sizes = block_sizes(q.shape, spec, value_size=values, has_sinks=has_sinks, **given)
+    return Problem.of(q, k, spec, sizes, value_size=values, **given)

@@ -101,12 +101,19 @@ def _differentiate(me: int, add: _Step, x: KeyInputs, out: Ref, keys: _SharedKey
         keys = keys._replace(ids=KeyIds.of(keys.segments, work.batch, keys.key))
     end = x.end(work, problem)
     shared.keys.consumer_wait(keys.tiles)
-    total = pl.run_scoped(partial(_mainloop, add, keys), accumulator(ROWS, problem.head_size))
+    features = problem.value_size if me == _VALUES else problem.head_size
+    total = pl.run_scoped(partial(_mainloop, add, keys), accumulator(ROWS, features))
     if me == _KEYS and problem.scales_last:
         total = total * np.float32(problem.spec.scale)
-    # The sum leaves through memory that only this warpgroup has read and no longer needs: dV
-    # through the memory of k, dK through the memory of v.
-    memory = shared.keys.get(keys.tiles, 0, buffer=me)
+    if shared.dv is None:
+        # The sum leaves through memory that only this warpgroup has read and no longer needs: dV
+        # through the memory of k, dK through the memory of v.
+        memory = shared.keys.get(keys.tiles, 0, buffer=me)
+    elif me == _VALUES:
+        memory = shared.dv
+    else:
+        # The other consumer last read k before it handed over the last Pᵀ.
+        memory = shared.keys.get(keys.tiles, 0, buffer=0)
     memory[...] = without_beyond(total, keys.key, end).astype(problem.dtype)
     place = (work.batch, keys.key, ROWS, work.head)
     plane = 2 if me == _VALUES else 1

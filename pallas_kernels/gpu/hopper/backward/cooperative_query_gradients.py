@@ -196,7 +196,10 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
         of_dp = of_dp - lacks
     if shared.delta is not None:
         shared.delta[0] = of_dp
-    memory = shared.rows.get(rows.tiles, 0, buffer=DO)  # only this warpgroup has read dO
+    # Only this warpgroup has read dO. If dQ is larger, it takes the memory of q, which the other
+    # consumer last read before it handed over the first block of P k.
+    buffer = DO if problem.has_equal_sizes else Q
+    memory = shared.rows.get(rows.tiles, 0, buffer=buffer)
     for piece in range(_pieces(problem)):
         pk = shared.probs.consume(rows.exchanged + rows.end + piece)
         columns = total[:, piece * ROWS : (piece + 1) * ROWS]

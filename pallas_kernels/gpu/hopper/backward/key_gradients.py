@@ -51,11 +51,12 @@ def key_gradients(
         segments = x.segments.by_key(tile, problem.key_tiles(tile))
         x = x._replace(segments=segments._replace(rows=bits_of(segments.rows)))
     inputs, structure = jax.tree.flatten(x)
-    shape = (problem.batch, problem.keys, problem.kv_heads, problem.head_size)
+    shape = (problem.batch, problem.keys, problem.kv_heads)
+    sizes = () if problem.packed else (problem.head_size, problem.value_size)
     shared: Scratch = _shared_memory(problem, tile, sums_queries=dq is not None)
     kernel = plgpu.kernel(
         partial(_kernel, structure=structure, problem=problem, tile=tile),
-        out_type=[jax.ShapeDtypeStruct(shape, problem.dtype)] * (0 if problem.packed else 2),
+        out_type=[jax.ShapeDtypeStruct((*shape, size), problem.dtype) for size in sizes],
         scratch_types=[shared],
         grid=(problem.by_key(tile).grid,),
         grid_names=("program",),
@@ -70,33 +71,38 @@ def key_gradients(
 
 def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> KeyMemory:
     """The scratch types."""
-    consumers, head, own = tile.warpgroups, problem.head_size, tile.owned // ROWS
+    consumers, own = tile.warpgroups, tile.owned // ROWS
+    sizes = problem.head_size, problem.value_size
     # k and v are two buffers of one pipeline, because they come and go together. q and dO have a
     # pipeline each, because S needs q sooner than dP needs dO.
-    keys = tiles_of((tile.owned_stages, own, ROWS, head), problem.dtype)
-    queries = tiles_of((tile.stages, tile.step, head), problem.dtype)
+    keys = [tiles_of((tile.owned_stages, own, ROWS, n), problem.dtype) for n in sizes]
+    q, do = (tiles_of((tile.stages, tile.step, n), problem.dtype) for n in sizes)
     offsets = vectors_of((tile.stages, tile.step))
     operand: Scratch = None
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
-    of_q, of_do, copies = [queries, offsets], [queries, offsets], {"q": 2, "do": 2}
+    dv: Scratch = None
+    if tile.cooperative and not problem.has_equal_sizes:
+        dv = tiles_of((ROWS, problem.value_size), problem.dtype)
+    of_q, of_do, copies = [q, offsets], [do, offsets], {"q": 2, "do": 2}
     if (vectors := len(key_operands.vectors_of_q(problem))) > 1:
         of_q[OFFSET] = vectors_of((tile.stages, vectors, tile.step))
         copies["q"] += problem.saves_inverse_l + problem.has_segments
     if problem.has_segments:
         of_do.pop(OFFSET)  # the pipelines of q and dO share one buffer of vectors
     if problem.corrects_after_cast:
-        of_do.append(queries)
+        of_do.append(q)
         copies["do"] += 1
     pipeline = partial(Pipeline.types, tile.stages, consumers=consumers)
     return KeyMemory(
-        keys=Pipeline.types(tile.owned_stages, [keys, keys], copies=2 * own, consumers=consumers),
+        keys=Pipeline.types(tile.owned_stages, keys, copies=2 * own, consumers=consumers),
         q=pipeline(of_q, copies=copies["q"]),
         do=pipeline(of_do, copies=copies["do"]),
         operand=operand,
         dq=DqAccumulator.shared(problem, tile) if sums_queries else None,
         probs=probs,
+        dv=dv,
     )
 
 

@@ -68,7 +68,7 @@ class Keys(NamedTuple):
 def mainloop(keys: Keys) -> tuple[Array, ...]:
     """Returns Σ dSᵀ q and Σ Pᵀ dO over all steps."""
     problem = keys.problem
-    sums = (accumulator(ROWS, problem.head_size),) * 2
+    sums = tuple(accumulator(ROWS, n) for n in (problem.head_size, problem.value_size))
     if problem.rounds_products:
         return _long_steps(sums, keys)
     if keys.tile.overlap_steps:

@@ -60,12 +60,14 @@ class KeyMemory(NamedTuple):
     """Shared memory of the dK and dV kernels.
 
     Attributes:
-      keys: the pipeline of k and v, which are its two buffers. dK and dV leave through them.
+      keys: the pipeline of k and v, which are its two buffers. dK and dV leave through them, unless
+        there is a `dv`.
       q, do: the pipelines of q and of dO. The second buffer of each holds vectors: `vectors_of_q`,
         or `dp_offset`. What corrects dK is a third buffer of dO's pipeline.
       operand: Pᵀ and dSᵀ of every consumer, if products take them from memory (`from_memory`).
       dq: the memory of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
+      dv: dV on its way out, if consumers are `cooperative` and dK is larger than v.
     """
 
     keys: Pipeline
@@ -74,6 +76,7 @@ class KeyMemory(NamedTuple):
     operand: Ref | None
     dq: Scratch | None
     probs: Exchange
+    dv: Ref | None
 
 
 class Steps(NamedTuple):

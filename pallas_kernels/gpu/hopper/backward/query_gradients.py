@@ -91,16 +91,14 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
 def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> QueryMemory:
     """The scratch types."""
     consumers, own = tile.warpgroups, tile.owned // ROWS
-    rows = (tile.owned_stages, own, ROWS, problem.head_size)
     # O is loaded with q and dO, for δ. FlashAttention-3 computes δ in a separate kernel before. At
     # head size 256 there is no room for O, which then goes from global memory to registers.
-    loaded = [problem.dtype, problem.dtype]
+    features, values = problem.head_size, problem.value_size
+    loaded = [(features, problem.dtype), (values, problem.dtype)]
     if not problem.is_wide:
-        loaded += [o.dtype for o in (x.o, x.o_low) if o is not None]
-    k, v = (
-        tiles_of((stages, tile.step, problem.head_size), problem.dtype)
-        for stages in (tile.stages, tile.stages_of_v)
-    )
+        loaded += [(values, o.dtype) for o in (x.o, x.o_low) if o is not None]
+    k = tiles_of((tile.stages, tile.step, features), problem.dtype)
+    v = tiles_of((tile.stages_of_v, tile.step, values), problem.dtype)
     of_k, delta = [k], vectors_of((own, ROWS))
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
@@ -113,7 +111,7 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     return QueryMemory(
         rows=Pipeline.types(
             tile.owned_stages,
-            [tiles_of(rows, dtype) for dtype in loaded],
+            [tiles_of((tile.owned_stages, own, ROWS, n), dtype) for n, dtype in loaded],
             copies=len(loaded) * own,
             consumers=consumers,
         ),

@@ -85,7 +85,7 @@ class QueryMemory(NamedTuple):
     Attributes:
       rows: the pipeline of what belongs to the query rows. Its buffers are q, dO and, unless
         `is_wide`, O or both halves of O. dQ leaves through the memory of q, or through that of dO
-        if consumers are `cooperative`.
+        if consumers are `cooperative` and dO is as large.
       k, v: pipelines, which may differ in their stages.
       delta: what dS adds to dP, on its way out, for every consumer. None if there are ids: it then
         leaves from registers.

@@ -13,7 +13,7 @@ from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.forward.operands import Outputs, QueryRows, Softmax
 from pallas_kernels.gpu.hopper.machine.instructions import unpacked
-from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, along_rows, constant
+from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, TILE_ROWS, along_rows, constant
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -35,7 +35,7 @@ def epilogue(
     Args:
       out: the output arrays.
       rows, softmax: 64 rows of a tile, and their softmax after the last step.
-      acc: Ō [64, H].
+      acc: Ō [64, V].
       auxiliary: Ō′ − Ō, if it is kept.
       batch, head: the batch element and the head of the rows.
     """
@@ -63,9 +63,12 @@ def epilogue(
     else:
         # q is no longer read, so O takes its memory. FlashAttention-3 takes the memory of V.
         memory = shared.q.get(rows.tiles, me)
-    memory[...] = o.astype(problem.dtype)
     place = (batch, rows.row, ROWS, head)
-    copies = [(memory, problem.part(out.o, *place))]
+    if shared.o is not None or problem.has_equal_sizes:
+        memory[...] = o.astype(problem.dtype)
+        copies = [(memory, problem.part(out.o, *place))]
+    else:
+        copies = _within_q(memory, o.astype(problem.dtype), out, rows, batch, head)
     if out.saved is not None:
         if problem.saves_halves:
             o = o - unpacked(o.astype(problem.dtype), interpret=problem.sizes.interpret)
@@ -100,6 +103,22 @@ def epilogue(
         plgpu.copy_smem_to_gmem(source, target)
     # There is no wait here: O leaves while the next tile begins (`free_last_output`).
     problem.store_rows(rows.row, vectors)
+
+
+def _within_q(
+    memory: Ref, o: Array, out: Outputs, rows: QueryRows, batch: Array, head: Array
+) -> list[tuple[Ref, Ref]]:
+    """Writes O to the first V columns of its q's memory; returns the copies that store it.
+
+    The copy engine reads memory without gaps. These columns have none within a tile's rows.
+    """
+    columns = pl.ds(0, o.shape[1])
+    memory[:, columns] = o
+    copies = []
+    for first in range(0, ROWS, TILE_ROWS):
+        part = rows.problem.part(out.o, batch, rows.row + first, TILE_ROWS, head)
+        copies.append((memory.at[pl.ds(first, TILE_ROWS), columns], part))
+    return copies
 
 
 def _statistics(

@@ -67,7 +67,7 @@ def forward(
 ) -> Outputs:
     """Runs the kernel. q, k and v may all be the packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
-    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    shape = (problem.batch, problem.rows, problem.heads, problem.value_size)
     vectors = (problem.batch, problem.heads, problem.vector_rows)
     statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
     out = {
@@ -102,18 +102,17 @@ def forward(
 
 def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
     """The scratch types."""
-    consumers, head, saved_dtype = (
-        tile.warpgroups,
-        problem.head_size,
-        problem.spec.numerics.saved_dtype,
-    )
+    consumers, saved_dtype = tile.warpgroups, problem.spec.numerics.saved_dtype
     # Each consumer owns 64 rows of q. They share one buffer, filled by one copy per consumer.
-    owned = tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)
-    steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
-    of_k = [steps]
+    owned = tiles_of((tile.owned_stages, consumers, ROWS, problem.head_size), problem.dtype)
+    k, v = (
+        tiles_of((tile.stages, tile.step, columns), problem.dtype)
+        for columns in (problem.head_size, problem.value_size)
+    )
+    of_k = [k]
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
-    of_consumers = partial(tiles_of, (consumers, ROWS, head))
+    of_consumers = partial(tiles_of, (consumers, ROWS, problem.value_size))
     probs = saved = None
     if problem.sizes.from_memory:
         probs = tiles_of((consumers, ROWS, tile.step), problem.dtype)
@@ -122,7 +121,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
     return ForwardMemory(
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
-        v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        v=Pipeline.types(tile.stages, [v], copies=1, consumers=consumers),
         # Every buffer begins at a multiple of 1,024 bytes, so ids leave no room for statistics.
         statistics=None if problem.has_segments else vectors_of((2, consumers, ROWS)),
         probs=probs,

@@ -45,7 +45,7 @@ def mainloop(rows: QueryRows) -> _Carry:
     """Returns Ō after the last step, and m, l and the largest score (`Running`)."""
     problem = rows.problem
     begin, end = problem.long_steps(rows.tile.step, rows.end)
-    none = constant((ROWS, problem.head_size), 0, TILE), no_key_yet(problem, has_sinks=False)
+    none = constant((ROWS, problem.value_size), 0, TILE), no_key_yet(problem, has_sinks=False)
     acc, running = lax.fori_loop(begin, end, partial(_long_step, rows=rows), none)
     return acc, running
 
@@ -77,7 +77,7 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
         return total, plgpu.wgmma_accumulator_load(pv, wait_n=None)
 
     # Each long step has a sum of its own, which is rounded before it is added to Ō.
-    l, pv = pl.run_scoped(values, accumulator(ROWS, problem.head_size))
+    l, pv = pl.run_scoped(values, accumulator(ROWS, problem.value_size))
     acc = along_rows(alpha, acc.shape) * acc + problem.rounded(pv)
     if max_logit is not None:
         max_logit = jnp.maximum(max_logit, r_m)

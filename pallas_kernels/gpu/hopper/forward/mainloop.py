@@ -53,7 +53,7 @@ _InOrder = tuple[Array, Array | None, Running]
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
     """Returns the softmax and Ō after the last step, and Ō′ − Ō if it is kept."""
     problem, tile = rows.problem, rows.tile
-    acc = constant((ROWS, problem.head_size), 0, TILE)
+    acc = constant((ROWS, problem.value_size), 0, TILE)
     auxiliary = acc if problem.keeps_auxiliary else None
     # The interpreter supports neither asynchronous products nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
@@ -91,7 +91,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     # it does not, and nothing with an early wait (results/hopper/tiles_16_h200.jsonl).
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
-    acc = constant((ROWS, rows.problem.head_size), 0, TILE)
+    acc = constant((ROWS, rows.problem.value_size), 0, TILE)
     acc, _, softmax = _run_steps(acc, None, softmax, rows)
     rows.shared.q.consumer_release(rows.tiles)
     return softmax, acc
@@ -100,7 +100,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
 def nothing_due(problem: Problem, tile: ForwardTile, *, has_sinks: bool) -> Due:
     """The `Due` before a program's first tile, when nothing is due."""
     m, l, max_logit = no_key_yet(problem, has_sinks=has_sinks)
-    acc = constant((ROWS, problem.head_size), 0, TILE)
+    acc = constant((ROWS, problem.value_size), 0, TILE)
     probs = constant((ROWS, tile.step), 0, TILE).astype(problem.dtype)
     nowhere = jnp.int32(0)
     return Due(acc, Softmax(m, l, probs, m, max_logit), nowhere, nowhere, nowhere)

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of the forward kernel: O is [B, T, N, H], vectors are [B, N, T].
+    """The outputs of the forward kernel: O is [B, T, N, V], vectors are [B, N, T].
 
     Attributes:
       o: O.

@@ -20,6 +20,10 @@ PER_ROW = TILE.reduce(1)
 PER_COLUMN = TILE.reduce(0)
 
 
+# Rows of a tile of matrices in shared memory, a core matrix of WGMMA.
+TILE_ROWS = 8
+
+
 # Columns that a thread holds next to each other, times the threads of a row.
 LANES = 8
 
@@ -37,7 +41,7 @@ def transforms(
     # lie in the same banks of shared memory.
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(columns * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((TILE_ROWS, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def vectors_of(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Scratch:
