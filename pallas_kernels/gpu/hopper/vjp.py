@@ -77,9 +77,7 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
     ends = None if ends is None else ends.backward(do)
-    inputs = QueryInputs(
-        q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, more, segments, ends
-    )
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, more, segments, ends)
     dq, dp_offset, *found = query_gradients(inputs, problem)
     correction = found[0] if found else None
     of_extras = Extras()

@@ -169,9 +169,10 @@ def _probs_and_dp(
     """
     problem, shared = rows.problem, rows.shared
     n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
-    if problem.is_wide or problem.corrects_after_cast:
+    holds_two_sums = problem.saves_log2_l and problem.head_size > ROWS
+    if problem.is_wide or problem.corrects_after_cast or holds_two_sums:
         # There are no registers left to keep what a step can recompute: keeping descriptors and the
-        # indices of scores spilled 616 bytes.
+        # indices of scores spilled 616 bytes (`saves_log2_l`: 68 instead of 8).
         zero = opaque_zero(n, interpret=interpret)
         me, row = me + zero, row + zero
     q, do = (shared.rows.get(rows.tiles, me, buffer=buffer) for buffer in (Q, DO))

@@ -230,7 +230,7 @@ def probs(
       large: the rows of large scores, if log₂ l is saved.
     """
     s = problem.capped(s)
-    if problem.whole_max:
+    if problem.whole_max or problem.saves_log2_l:
         interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
         log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
     else:
