@@ -23,7 +23,9 @@ from lowprec_attn.arithmetic.request import Extras
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import CORRECTED_AFTER_CAST, NORMALIZED_DELTA, Numerics
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import LARGE
+from pallas_kernels.gpu.hopper.problem import Problem as KernelProblem
 
 pytestmark = [
     pytest.mark.usefixtures("no_races"),
@@ -31,7 +33,7 @@ pytestmark = [
 ]
 
 CURES = [NORMALIZED_DELTA, CORRECTED_AFTER_CAST]
-# Of the products' scores, in float32: the first two lose a part of log l next to them, the last all.
+# Next to the first two, float32 loses a part of log l; next to the last, all of it.
 LEVELS = (2.0**20, -(2.0**20), -(2.0**30))
 
 
@@ -47,13 +49,8 @@ def gradients(problem: Problem, arrays: Any, dlse: float, num: Numerics) -> dict
     def step(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
         attend = partial(hopper.attention, extras=Extras(), spec=problem.spec(num))
         (out, lse), pullback = jax.vjp(attend, q, k, v)
-        return dict(
-            zip(
-                ("out", "dq", "dk", "dv"),
-                (out, *pullback((do, jnp.full_like(lse, dlse)))),
-                strict=True,
-            )
-        )
+        dq, dk, dv = pullback((do, jnp.full_like(lse, dlse)))
+        return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     return {name: np.asarray(x, np.float32) for name, x in step(q, k, v, do).items()}
 
@@ -109,13 +106,22 @@ def test_large_and_other_rows_in_one_tile(num: Numerics, problem: Problem) -> No
         assert what == "out" or far > 4 * near, what
 
 
-@pytest.mark.parametrize("num", CURES, ids=lambda n: n.delta)
-def test_ordinary_rows_have_the_bits_of_lse(num: Numerics) -> None:
+@pytest.mark.parametrize("largest", [0.6, 0.9])
+def test_ordinary_rows_are_saved_as_without_m_and_l(largest: float) -> None:
+    """In base 2, scores of 0.6 `LARGE` lie just below `LARGE`, and those of 0.9 lie above it."""
     problem = Problem(rows=128, keys=128)
-    arrays = problem.arrays(0.6 * LARGE)  # in base 2 just below `LARGE`
-    found, expected = (gradients(problem, arrays, 1.0, n) for n in (apart(num), num))
-    for what, x in expected.items():
-        np.testing.assert_array_equal(found[what], x)
+    q, k, v = map(jnp.asarray, problem.arrays(largest * LARGE)[:3])
+    found, expected = (
+        forward(q, k, v, KernelProblem.of(q, k, problem.spec(n), harness.HOPPER_TILES))
+        for n in (apart(NORMALIZED_DELTA), NORMALIZED_DELTA)
+    )
+    assert found.inverse_l is None
+    offset, lse, more = (np.asarray(x) for x in (found.offset, expected.offset, found.more))
+    is_large = np.abs(lse) > LARGE
+    assert is_large.any() == (largest > 0.7)
+    np.testing.assert_array_equal(offset[~is_large], lse[~is_large])
+    assert not more[~is_large].any()
+    np.testing.assert_allclose((offset + more)[is_large], lse[is_large], atol=2.0**-12)
 
 
 # Scores around −720, hence −1,040 in base 2, so that most rows have large scores and some have not.
