@@ -50,6 +50,9 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
             *("corrected_after_cast", "matched", "matched_float32_output"),
         ):
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
+        for preset in ("normalized_delta", "corrected_after_cast"):
+            numerics = PRESETS[preset].replace(statistics="m_and_l")
+            yield _candidate(_HOPPER, f"{preset} m_and_l", numerics, StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
         yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)
         yield _candidate(_HOPPER, "published", PUBLISHED, StandardMax())

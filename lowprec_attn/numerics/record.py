@@ -245,6 +245,8 @@ class Numerics:
       statistics: the row statistics that the backward pass reads. `lse`: one float32 number, which
         at scores of 1e6 has lost log l, so that Σ_j P can have any value up to the number of keys;
         `m_and_l`: m and 1 / l separately. The lse that a caller gets is m + log l in either case.
+        With `m_and_l` a kernel may still form P from lse in rows with |lse| · log2 e up to 1024,
+        where that changes P by less than a relative 1e-4; `hopper` does if `delta` sums rows.
       row_sum: whether l sums the `unrounded` P̄ or the P̄ `rounded` at `probs`.
       recomputed_probs: whether P = P̄ / l in dS and dV of the backward pass uses the `unrounded` P̄
         or the P̄ `rounded` at `probs` (Attn-QAT, arXiv 2603.00040). The rounded P̄ equals the one of

@@ -325,6 +325,34 @@ def test_other_numerics_and_rules_hardly_spill(
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize("chosen", [NORMALIZED_DELTA, CORRECTED_AFTER_CAST], ids=str)
+def test_m_and_l_cost_no_product_of_an_entry_where_rows_are_summed(
+    chosen: Numerics, head_size: int, long: bool
+) -> None:
+    """Rows of large scores alone take a branch: an addition an entry, and a vote a step."""
+    found, without = (
+        code(head_size, x, long=long) for x in (chosen.replace(statistics="m_and_l"), chosen)
+    )
+    for kernel in KERNELS:
+        more = found.spilled[kernel] - without.spilled[kernel]
+        assert more <= 0, (kernel, more)
+        assert not re.search(SERIALIZED, found.reports[kernel]), kernel
+
+    def more_of(kernel: str, pattern: str) -> int:
+        of_found, of_without = (len(re.findall(pattern, x.ptx[kernel])) for x in (found, without))
+        return of_found - of_without
+
+    for kernel in ("query_gradients", "key_gradients"):
+        exponentials = len(re.findall(r"ex2\.approx", found.ptx[kernel]))
+        assert more_of(kernel, r"mul\S*\.f32") == 0, kernel
+        assert more_of(kernel, r"fma\.rn\.f32") == 0, kernel
+        assert more_of(kernel, r"ex2\.approx") == 0, kernel
+        assert more_of(kernel, r"add\S*\.f32") == exponentials, kernel
+        assert more_of(kernel, r"vote\S*\.any") >= 1, kernel
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 @pytest.mark.parametrize(
     ("chosen", "rule"),
     [(FLASH, StandardMax()), (FLASH, DynamicMax()), (MATCHED, StandardMax())],

@@ -32,6 +32,10 @@ from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, Stat
 
 LOG2E = math.log2(math.e)
 
+# Scores are large in rows with |lse| · log₂(e) above this. Up to it, float32 numbers lie at most
+# 2^-14 apart, so a P from lse is off by at most a relative 4e-5, a 50th of a rounding to bfloat16.
+LARGE = 1024.0
+
 # Bytes that programs walk over at a time if the longest tiles come first. They stay in the L2 cache
 # of 50 MiB, beside everything else that passes through it.
 _WALKED_AT_A_TIME = 32 * 2**20
@@ -190,7 +194,18 @@ class Problem:
     @property
     def saves_inverse_l(self) -> bool:
         """Whether the backward pass forms P as P̄ times 1 / l, from a saved m and 1 / l."""
-        return self.spec.numerics.statistics == "m_and_l"
+        return self.spec.numerics.statistics == "m_and_l" and not self.saves_log2_l
+
+    @property
+    def saves_log2_l(self) -> bool:
+        """Whether rows of large scores alone form P from m and log₂ l, and others from lse.
+
+        See `LARGE`. It costs no product an entry. With whole-number maxima or a rounded P̄, and
+        where dS takes 1 / l at no cost (no `sums_rows`), all rows form P as P̄ times 1 / l.
+        """
+        n = self.spec.numerics
+        as_before = n.exponent != "whole_max" and n.recomputed_probs == "unrounded"
+        return n.statistics == "m_and_l" and self.sums_rows and as_before
 
     @property
     def sums_rounded_probs(self) -> bool:

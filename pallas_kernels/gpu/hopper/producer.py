@@ -182,6 +182,8 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
             vectors = {"offset": vector_of(x.offset)}
             if x.inverse_l is not None:
                 vectors["inverse_l"] = vector_of(x.inverse_l)
+            if x.more is not None:
+                vectors["more"] = vector_of(x.more)
             if x.segments is not None:
                 vectors["ids"] = x.segments.rows.at[work.batch, pl.ds(row, tile.step)]
             of_q = [rows_of(0, "q")]

@@ -32,6 +32,7 @@ class _Residuals(NamedTuple):
     o_low: Array | None
     offset: Array
     inverse_l: Array | None
+    more: Array | None
     ends: Ends | None
 
 
@@ -61,13 +62,14 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, .
         x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
     )
     result = (out.o, without_beyond(lse, extras), *max_logit)
-    return result, _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l, ends)
+    vectors = out.offset, out.inverse_l, out.more
+    return result, _Residuals(arrays, extras, saved, low, *vectors, ends)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Arrays, Extras]:
     do, dlse = first_order_only(cotangents[:2], "hopper")
-    arrays, extras, o_saved, o_low, offset, inverse_l, ends = res
+    arrays, extras, o_saved, o_low, offset, inverse_l, more, ends = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
     problem = _problem(q, k, v, spec, extras, segments)
@@ -75,13 +77,13 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
     ends = None if ends is None else ends.backward(do)
-    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments, ends)
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, more, segments, ends)
     dq, dp_offset, *found = query_gradients(inputs, problem)
     correction = found[0] if found else None
     of_extras = Extras()
     if extras.sinks is not None:
         of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
-    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments, ends)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, more, correction, segments, ends)
     if not problem.packed:
         return (dq, *key_gradients(keys, problem)), of_extras
     # A mutable array, because the second kernel writes planes 1 and 2 beside the first one's dQ.

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.backward.query_operands import (
     DO,
     Gradients,
+    Large,
     Q,
     QueryInputs,
     QueryMemory,
@@ -133,6 +134,7 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
     inverse_l = None
     if x.inverse_l is not None:
         inverse_l = of_rows(x.inverse_l, rows.work, rows.row)
+    large = Large.of(x, rows.work, rows.row, problem)
     ids = None
     if x.segments is not None:
         ids = ids_of_block(x.segments.rows, rows.work.batch, rows.row)
@@ -140,7 +142,7 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
 
     def mainloop(pk: Accumulator) -> Array:
         def add(t: Array, _: None) -> None:
-            _add_to_pk(t, pk, offset, inverse_l, ids, rows)
+            _add_to_pk(t, pk, offset, inverse_l, large, ids, rows)
 
         lax.fori_loop(0, rows.end, add, None)
         return plgpu.wgmma_accumulator_load(pk, wait_n=None)
@@ -159,6 +161,7 @@ def _add_to_pk(
     pk: Accumulator,
     offset: Array,
     inverse_l: Array | None,
+    large: Large | None,
     ids: Array | None,
     rows: _SharedRows,
 ) -> None:
@@ -171,7 +174,7 @@ def _add_to_pk(
     same_ids = None
     if ids is not None:
         same_ids = partial(same, ids, shared.k.get(n, buffer=IDS_OF_KEYS))
-    p = probs(s, offset, row, t, rows.keys, problem, same_ids)
+    p = probs(s, offset, row, t, rows.keys, problem, same_ids, large)
     if inverse_l is not None:
         p = p * along_rows(inverse_l, p.shape)
     # P is handed over before P k is multiplied, because the other consumer waits for it.

@@ -88,7 +88,7 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     of_q, of_do, copies = [q, offsets], [do, offsets], {"q": 2, "do": 2}
     if (vectors := len(key_operands.vectors_of_q(problem))) > 1:
         of_q[OFFSET] = vectors_of((tile.stages, vectors, tile.step))
-        copies["q"] += problem.saves_inverse_l + problem.has_segments
+        copies["q"] += problem.saves_inverse_l + problem.saves_log2_l + problem.has_segments
     if problem.has_segments:
         of_do.pop(OFFSET)  # the pipelines of q and dO share one buffer of vectors
     if problem.corrects_after_cast:

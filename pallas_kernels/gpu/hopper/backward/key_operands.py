@@ -14,7 +14,7 @@ from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import BackwardTile
 from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
-from pallas_kernels.gpu.hopper.machine.instructions import multiply_add
+from pallas_kernels.gpu.hopper.machine.instructions import any_of_step, multiply_add
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
@@ -35,6 +35,7 @@ class KeyInputs(NamedTuple):
       offset: what the exponent of P adds.
       dp_offset: what dS adds to dP.
       inverse_l: 1 / l, a factor of P, if it is saved.
+      more: what the exponent of P adds besides, if log₂ l is saved.
       correction: what corrects dK, see `query_operands.Gradients`.
       segments: the ids, if ids hide keys.
       ends: the ends of what is seen, if lengths alone hide keys.
@@ -47,6 +48,7 @@ class KeyInputs(NamedTuple):
     offset: Ref
     dp_offset: Ref
     inverse_l: Ref = None
+    more: Ref = None
     correction: Ref = None
     segments: Segments | None = None
     ends: Ends | None = None
@@ -128,6 +130,7 @@ def vectors_of_q(problem: Problem) -> list[str]:
     there = {
         "offset": True,
         "inverse_l": problem.saves_inverse_l,
+        "more": problem.saves_log2_l,
         "ids": problem.has_segments,
         "dp_offset": problem.has_segments,
     }
@@ -195,13 +198,14 @@ def probs(
     """Returns Pᵀ, unrounded, from scores [64, step] of the keys from `key`, the rows from `row`.
 
     The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the ids of the rows.
+    What the exponent adds besides is read only in steps with a row of large scores.
     """
 
     def vector(name: str) -> Ref:
         return q.get(n, *place_of(name, problem), buffer=OFFSET)
 
     of_rows = along_columns(load_values(vector("offset"), PER_COLUMN, straight=False), s.shape)
-    if problem.whole_max:
+    if problem.whole_max or problem.saves_log2_l:
         log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
     else:
         # P comes from lse rather than from a new softmax: one multiply-add and one exponential
@@ -211,13 +215,26 @@ def probs(
     if ids is not None:
         by_ids = ids.hide(lax.div(row, jnp.int32(s.shape[1])))
         hides = by_ids if hides is None else hides | by_ids
-    if hides is not None:
+    is_large = is_rare = None
+    if problem.saves_log2_l:
+        is_large = any_of_step(vector("more"), interpret=problem.sizes.interpret)
+        is_rare = (is_large if hides is None else hides.astype(jnp.int32) | is_large) != 0
+    if hides is not None or is_large is not None:
 
-        def mask() -> Array:
+        def add_more() -> Array:
+            more = load_values(vector("more"), PER_COLUMN, straight=False)
+            return log2_p + along_columns(more, s.shape)
+
+        def rarely() -> Array:
+            found = log2_p
+            if is_large is not None:
+                found = lax.cond(is_large != 0, add_more, lambda: log2_p)
+            if hides is None:
+                return found
             alike = None if ids is None else same(ids.of_keys, vector("ids"))
-            return problem.mask_queries(log2_p, key, row, alike)
+            return problem.mask_queries(found, key, row, alike)
 
-        log2_p = lax.cond(hides, mask, lambda: log2_p)
+        log2_p = lax.cond(hides if is_rare is None else is_rare, rarely, lambda: log2_p)
     found = powers.recomputed(log2_p, problem)
     if not problem.saves_inverse_l:
         return found

@@ -28,6 +28,7 @@ from pallas_kernels.gpu.hopper.backward.query_mainloop import BackwardRows, main
 from pallas_kernels.gpu.hopper.backward.query_operands import (
     DO,
     Gradients,
+    Large,
     Q,
     QueryInputs,
     QueryMemory,
@@ -187,6 +188,7 @@ def _consume(
                 rows = rows._replace(ids=ids_of_block(x.segments.rows, work.batch, row))
             if x.inverse_l is not None:
                 rows = rows._replace(inverse_l=of_rows(x.inverse_l, work, row))
+            rows = rows._replace(large=Large.of(x, work, row, problem))
             total, *others = mainloop(rows)
             lacks = None
             if problem.sums_rows:

@@ -11,7 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, QueryMemory, probs, summed
+from pallas_kernels.gpu.hopper.backward.query_operands import (
+    DO,
+    Large,
+    Q,
+    QueryMemory,
+    probs,
+    summed,
+)
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
@@ -35,6 +42,7 @@ class BackwardRows(NamedTuple):
       offset: what the exponent of P adds [64].
       of_dp: what dS adds to dP [64].
       inverse_l: 1 / l [64], a factor of P, if it is saved.
+      large: the rows of large scores, if log₂ l is saved.
       ids: the ids of the rows [64], if there are any.
     """
 
@@ -50,6 +58,7 @@ class BackwardRows(NamedTuple):
     offset: Array
     of_dp: Array
     inverse_l: Array | None = None
+    large: Large | None = None
     ids: Array | None = None
 
 
@@ -160,9 +169,10 @@ def _probs_and_dp(
     """
     problem, shared = rows.problem, rows.shared
     n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
-    if problem.is_wide or problem.corrects_after_cast:
+    holds_two_sums = problem.saves_log2_l and problem.head_size > ROWS
+    if problem.is_wide or problem.corrects_after_cast or holds_two_sums:
         # There are no registers left to keep what a step can recompute: keeping descriptors and the
-        # indices of scores spilled 616 bytes.
+        # indices of scores spilled 616 bytes (`saves_log2_l`: 68 instead of 8).
         zero = opaque_zero(n, interpret=interpret)
         me, row = me + zero, row + zero
     q, do = (shared.rows.get(rows.tiles, me, buffer=buffer) for buffer in (Q, DO))
@@ -182,7 +192,7 @@ def _probs_and_dp(
     same_ids = None
     if rows.ids is not None:
         same_ids = partial(same, rows.ids, shared.k.get(n, buffer=IDS_OF_KEYS))
-    p = probs(s, rows.offset, row, t, rows.keys, problem, same_ids)
+    p = probs(s, rows.offset, row, t, rows.keys, problem, same_ids, rows.large)
     plgpu.wgmma_wait(0)
     shared.v.consumer_release(n)  # sooner than k, so that v may have fewer stages
     return p, problem.rounded(dp)

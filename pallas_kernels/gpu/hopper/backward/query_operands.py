@@ -15,7 +15,7 @@ from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.ends import Ends
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
-from pallas_kernels.gpu.hopper.machine.instructions import multiply_add, unpacked
+from pallas_kernels.gpu.hopper.machine.instructions import any_of_rows, multiply_add, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -43,6 +43,7 @@ class QueryInputs(NamedTuple):
       dlse: the gradient of lse, which enters dS = P ∘ (dP − δ + dlse).
       o_low: the lower half of O, if δ sees both halves.
       inverse_l: 1 / l, with T = `vector_rows`, if it is saved.
+      more: what the exponent of P adds besides, with T = `vector_rows`, if log₂ l is saved.
       segments: the ids, if ids hide keys.
       ends: the ends of what is seen, if lengths alone hide keys.
     """
@@ -56,6 +57,7 @@ class QueryInputs(NamedTuple):
     dlse: Ref
     o_low: Ref = None
     inverse_l: Ref = None
+    more: Ref = None
     segments: Segments | None = None
     ends: Ends | None = None
 
@@ -108,6 +110,35 @@ def of_rows(vectors: Ref, work: WorkTile, row: Array) -> Array:
     """Loads the numbers [64] of the rows from `row` on, or of the last 64 if these lie beyond."""
     inside = pl.ds(jnp.minimum(row, vectors.shape[-1] - ROWS), ROWS)
     return load(vectors.at[work.batch, work.head, inside], PER_ROW, straight=False)
+
+
+class Large(NamedTuple):
+    """Whether some of 64 rows have large scores, and what their exponents add besides.
+
+    Attributes:
+      vectors: `QueryInputs.more`.
+      work, row: the tile, and its first row.
+      are_there: 0 if no row of the warp has large scores.
+    """
+
+    vectors: Ref
+    work: WorkTile
+    row: Array
+    are_there: Array
+
+    @classmethod
+    def of(cls, x: QueryInputs, work: WorkTile, row: Array, problem: Problem) -> "Large | None":
+        """Those of the rows from `row` on, or None if log₂ l is not saved."""
+        if x.more is None:
+            return None
+        more = of_rows(x.more, work, row)
+        return cls(x.more, work, row, any_of_rows(more, interpret=problem.sizes.interpret))
+
+    def added_to(self, log2_p: Array) -> Array:
+        """Returns the exponents of P, from those that lack the second number."""
+        # It is loaded anew, because rows of large scores are rare and registers are few.
+        more = of_rows(self.vectors, self.work, self.row)
+        return log2_p + along_rows(more, log2_p.shape)
 
 
 def delta(
@@ -182,6 +213,7 @@ def probs(
     keys: KeySteps,
     problem: Problem,
     same_ids: Callable[[], Array] | None = None,
+    large: Large | None = None,
 ) -> Array:
     """Returns P, unrounded, from q kᵀ [64, step] of the t-th step that the rows visit.
 
@@ -195,22 +227,32 @@ def probs(
       t, keys: the step, and the steps that the rows visit.
       problem: the kernel's problem.
       same_ids: returns which pairs share an id, if there are ids.
+      large: the rows of large scores, if log₂ l is saved.
     """
     s = problem.capped(s)
-    if problem.whole_max:
+    if problem.whole_max or problem.saves_log2_l:
         interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
         log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
     else:
         # P comes from lse, as in FlashAttention-2's Algorithm 2, so no maximum is taken again.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     step = s.shape[1]
-    if problem.masks_steps(step):
-        key = keys.of(t) * step
+    if problem.masks_steps(step) or large is not None:
 
-        def mask() -> Array:
+        def rarely() -> Array:
+            found = log2_p
+            if large is not None:
+                found = lax.cond(
+                    large.are_there != 0, lambda: large.added_to(log2_p), lambda: log2_p
+                )
+            if not problem.masks_steps(step):
+                return found
             alike = None if same_ids is None else same_ids()
-            return problem.mask_keys(log2_p, row, key, alike=alike)
+            return problem.mask_keys(found, row, keys.of(t) * step, alike=alike)
 
-        log2_p = lax.cond(keys.takes_mask(t), mask, lambda: log2_p)
+        is_rare = keys.takes_mask(t)
+        if large is not None:
+            is_rare = (is_rare.astype(jnp.int32) | large.are_there) != 0
+        log2_p = lax.cond(is_rare, rarely, lambda: log2_p)
     found = powers.recomputed(log2_p, problem)
     return found if problem.spec.soft_cap is None else found * cap_slope(s)

@@ -15,7 +15,7 @@ from pallas_kernels.gpu.hopper.forward.operands import Outputs, QueryRows, Softm
 from pallas_kernels.gpu.hopper.machine.instructions import unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, TILE_ROWS, along_rows, constant
 from pallas_kernels.gpu.hopper.machine.types import Ref
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import LARGE, Problem
 
 
 def epilogue(
@@ -81,7 +81,10 @@ def epilogue(
             shared.saved.at[me][...] = o
             copies.append((shared.saved.at[me], part))
     vectors = []
-    for i, (ref, x, factor) in enumerate(_statistics(out, softmax.m, l, problem)):
+    is_large = None
+    if problem.saves_log2_l:
+        is_large = _is_large(softmax.m, l, problem)
+    for i, (ref, x, factor) in enumerate(_statistics(out, softmax.m, l, is_large, problem)):
         x = jnp.where(empty, -infinity, x * np.float32(factor))
         part = ref.at[batch, head, pl.ds(rows.row, ROWS)]
         if shared.statistics is None:
@@ -92,6 +95,11 @@ def epilogue(
     if inverse_l is not None:
         part = out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]
         problem.store_from_registers(rows.row, inverse_l, part, end=problem.vector_rows)
+    if is_large is not None:
+        log2_l = jnp.where(empty, np.float32(0), lax.log2(l))  # type: ignore[attr-defined]  # not in JAX 0.10
+        more = jnp.where(is_large, -log2_l, np.float32(0))
+        part = out.more.at[batch, head, pl.ds(rows.row, ROWS)]
+        problem.store_from_registers(rows.row, more, part, end=problem.vector_rows)
     if out.max_logit is not None:
         largest = softmax.m if softmax.max_logit is None else softmax.max_logit
         none = largest <= np.float32(MASKED)
@@ -121,19 +129,35 @@ def _within_q(
     return copies
 
 
+def _is_large(m: Array, l: Array, problem: Problem) -> Array:
+    """Which rows [64] have large scores, if they see a key."""
+    return jnp.abs(_lse(m, l, problem)) > np.float32(LARGE / problem.log2_unit)
+
+
+def _lse(m: Array, l: Array, problem: Problem) -> Array:
+    """Returns lse in the units of m, so that no sum has two products.
+
+    The compiler may choose which of two products it rounds, so changes in other code would change
+    the bits.
+    """
+    return m + lax.log2(l) * np.float32(1 / problem.log2_unit)  # type: ignore[attr-defined]  # not in JAX 0.10
+
+
 def _statistics(
-    out: Outputs, m: Array, l: Array, problem: Problem
+    out: Outputs, m: Array, l: Array, is_large: Array | None, problem: Problem
 ) -> list[tuple[Ref, Array, float]]:
-    """For lse and offset: the output, its values [64] if rows see a key, and their factor."""
+    """For lse and offset: the output, its values [64] if rows see a key, and their factor.
+
+    is_large: which rows have large scores, if log₂ l is saved.
+    """
     if problem.whole_max:
         lse = m + powers.log2_of(l)
         return [(out.lse, lse, LN2), (out.offset, powers.offset(m), -1.0)]
-    # lse is formed in the units of m, so that no sum has two products. The compiler may choose
-    # which of two products it rounds, so changes in other code would change the bits.
-    unit, to_log2 = problem.unit, problem.log2_unit
-    lse = m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
+    lse = _lse(m, l, problem)
     subtracted = m if problem.saves_inverse_l else lse
-    return [(out.lse, lse, unit), (out.offset, subtracted, -to_log2)]
+    if is_large is not None:
+        subtracted = jnp.where(is_large, m, lse)
+    return [(out.lse, lse, problem.unit), (out.offset, subtracted, -problem.log2_unit)]
 
 
 def free_last_output(rows: QueryRows) -> None:

@@ -79,6 +79,8 @@ def forward(
         out["saved"] = jax.ShapeDtypeStruct(shape, n.saved_dtype)
     if problem.saves_inverse_l:
         out["inverse_l"] = statistics
+    if problem.saves_log2_l:
+        out["more"] = statistics
     if problem.spec.max_logit:
         out["max_logit"] = statistics
     if segments is not None:

@@ -38,9 +38,11 @@ class Outputs(NamedTuple):
       o: O.
       lse: m + log l.
       offset: what the exponent of P adds: −lse·log2(e). If 1 / l is saved, it is −M or −m·log2(e),
-        in the units of P̄.
+        in the units of P̄. If log₂ l is saved, it is −m·log2(e) in rows of large scores.
       saved: the O that δ sees, if it is not O itself, or the lower half of O.
       inverse_l: 1 / l, if it is saved.
+      more: what the exponent of P adds besides, if log₂ l is saved: −log₂ l in rows of large
+        scores, otherwise 0. Added together, the two numbers would lose log₂ l.
       max_logit: the largest scores, if the call asks for them.
     """
 
@@ -49,6 +51,7 @@ class Outputs(NamedTuple):
     offset: Ref
     saved: Ref = None
     inverse_l: Ref = None
+    more: Ref = None
     max_logit: Ref = None
 
 

@@ -19,7 +19,7 @@ from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Running, Softmax
 from pallas_kernels.gpu.hopper.machine.instruction_order import after, finish_before_waiting, mixed
-from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least, unpacked
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least, multiply_add, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -203,6 +203,10 @@ def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
     """Returns P̄, unrounded, from the scores and the offset of every entry."""
     if problem.whole_max:
         return powers.exponentials(s, -offset, problem)
+    if problem.saves_log2_l:
+        # Rounded once for certain: the backward pass forms P̄ of rows of large scores anew.
+        interpret = problem.sizes.interpret
+        return jnp.exp2(multiply_add(s, problem.log2_unit, -offset, interpret=interpret))
     # One multiply-add per entry, as in FlashAttention-2 and -3. Its error is the error of
     # m·log2(e), which is the same for a whole row and cancels in Ō / l.
     return jnp.exp2(s * np.float32(problem.log2_unit) - offset)

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, vector
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm, vector
 from jax.experimental.mosaic.gpu.utils import c as literal
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.fused import multiply_add_in_kernel
-from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended
-from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
+from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, PER_ROW, TILE, extended, load
+from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Ref, Registers
 
 LOG2E = math.log2(math.e)
 
@@ -50,6 +51,56 @@ def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
         return result
 
     return emit(x, least)
+
+
+def any_of_rows(x: Array, *, interpret: bool) -> Array:
+    """Returns 1 if a number of x [64] is not 0 in one of the warp's rows, otherwise 0.
+
+    It may differ from warp to warp.
+    """
+    if interpret:
+        return (x != 0).any().astype(jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=_FLAG)
+    def emit(_: Context, x: Registers) -> Registers:
+        word = ir.IntegerType.get_signless(32)
+        return _vote([llvm.extractelement(y, literal(0, word)) for y in x.registers.flat])
+
+    return emit(x)
+
+
+def any_of_step(x: Ref, *, interpret: bool) -> Array:
+    """Returns 1 if a number of x [64 or 128] in shared memory is not 0, otherwise 0."""
+    if interpret:
+        return (load(x, PER_COLUMN, straight=False) != 0).any().astype(jnp.int32)
+    each = x.shape[0] // _WARP
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_FLAG)
+    def emit(_: Context, memory: MlirValue) -> Registers:
+        # Each thread of a warp reads other numbers, so a warp reads all of them at once.
+        word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        lane = nvvm.read_ptx_sreg_laneid()
+        first = arith.muli(arith.index_cast(index, lane), literal(each, index))
+        numbers = vector.load(ir.VectorType.get((each,), ir.F32Type.get()), memory, [first])
+        return _vote([llvm.extractelement(numbers, literal(i, word)) for i in range(each)])
+
+    return emit(x)
+
+
+_WARP = 32  # threads
+_FLAG = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+
+def _vote(numbers: Sequence[MlirValue]) -> Registers:
+    """Returns 1 if any thread of the warp has a number other than +0, otherwise 0."""
+    word = ir.IntegerType.get_signless(32)
+    # By their bits, so that the numbers of a thread need one comparison.
+    bits = literal(0, word)
+    for number in numbers:
+        bits = arith.ori(bits, llvm.bitcast(word, number))
+    is_other = arith.cmpi(arith.CmpIPredicate.ne, bits, literal(0, word))
+    found = nvvm.vote_sync(literal(-1, word), is_other, nvvm.VoteSyncKind.any)
+    return fragmented_array.FragmentedArray.splat(arith.extui(word, found), (), is_signed=True)
 
 
 def reciprocal(x: Array, *, interpret: bool) -> Array:
