@@ -220,7 +220,7 @@ def test_parts_and_row_sums_are_those_of_float64(variant, name):
         assert name != "flash" or norm(wanted["delta"]) > 3 * residue
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["cap nearly reached", "no sink beside one", "cap and sinks"])
 def test_exact_arithmetic_has_the_gradient_of_plain_attention(variant):
     cap, sinks = VARIANTS[variant]
     q, k, v, do = arrays()
@@ -259,12 +259,9 @@ RUN = ARITHMETIC | {
 
 # `after_cast` is refused with a cap, because its rows of dS would not sum to zero.
 TOTALS_OF = [
-    *(("cap and sinks", name) for name in RUN if name != "corrected_after_cast"),
+    *(("cap and sinks", name) for name in RUN if name not in ("corrected_after_cast", "published")),
     ("sinks", "corrected_after_cast"),
     ("sinks", "published"),
-    ("no sink beside one", "normalized_delta"),
-    ("cap", "flash"),
-    ("cap nearly reached", "delta_dp_p"),
 ]
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import shutil
+import signal
 import time
 
 import pytest
@@ -206,6 +208,27 @@ def test_a_start_without_a_step_may_be_repeated_with_another_config(run, tmp_pat
     assert "resuming" not in out and "skipping" not in err
     run(fresh, **changed)
     assert records_are_equal(workdir, fresh)
+
+
+def test_signals_to_end_save_and_are_told_from_each_other(run, tmp_path, monkeypatch):
+    workdir, before = tmp_path / "run", loop.Loop._before
+    for asked, code, resumed, last in ((signal.SIGTERM, 0, 0, 3), (signal.SIGINT, 130, 4, 6)):
+
+        def signalled(self, step, asked=asked, last=last):
+            before(self, step)
+            if step == last:
+                os.kill(os.getpid(), asked)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Loop, "_before", signalled)
+            out, err = run(workdir, code, checkpoint_every=0)
+        name = asked.name
+        assert f"{name}: ends after this step, with a checkpoint; Ctrl-C again ends at once" in out
+        assert "Traceback" not in out + err
+        assert f"stopped by a signal after {last + 1} steps" in out
+        assert (f"resuming at step {resumed}\n" in out) == (resumed > 0)
+        saved = sorted(int(path.stem) for path in (workdir / "checkpoints").glob("*.json"))
+        assert saved == [resumed, last + 1]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(run, copy):

@@ -153,9 +153,10 @@ def _readings() -> Iterator[Reading]:
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
-    counts = tally(records, reading)
+    first = {id(record): reading.first(record) for record in records}
+    counts = tally(records, reading._replace(first=lambda record: first[id(record)]))
     held = [record for record in records if record.held]
-    arms = collections.Counter(r.arm.name for r in held if reading.first(r) is not None)
+    arms = collections.Counter(r.arm.name for r in held if first[id(r)] is not None)
     lead = "–"
     if counts.leads:
         lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"
