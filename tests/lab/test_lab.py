@@ -269,7 +269,7 @@ def test_an_arm_that_was_stopped_gives_the_records_of_an_undisturbed_one(
 ):
     fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 200}
     fields["data.path"] = text
-    fields |= {"checkpoint_every": 30, "diagnostics_every": 0, "eval_every": 100}
+    fields |= {"checkpoint_every": 30, "diagnostics_every": 0, "eval_every": 0}
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
     definition = tmp_path / "seeds.toml"
     arm = "[arms.flash]\nattention.numerics = 'flash'\n"

@@ -1,4 +1,7 @@
-"""Blocks that are computed again in the backward pass give the same numbers with less memory."""
+"""Blocks that are computed again in the backward pass give the same numbers with less memory.
+
+test_devices.py has them on several devices.
+"""
 
 import functools
 
@@ -12,7 +15,7 @@ from lowprec_attn import attention
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training import models
 from lowprec_attn.training.config import ConfigError
-from lowprec_attn.training.devices import compiler_options, make_program, run_devices
+from lowprec_attn.training.devices import compiler_options
 from lowprec_attn.training.resources import memory
 from lowprec_attn.training.signals import make_layers
 from lowprec_attn.training.step import make_steps, root_key
@@ -67,7 +70,7 @@ jit = functools.partial(jax.jit, compiler_options=compiler_options("cpu"))
 @functools.cache
 def first_state(name):
     settings = MODELS[name](model__layers=1, devices=1)
-    return jit(make_steps(settings, None).init)(root_key(settings))
+    return jit(make_steps(settings, Attend(TILED)).init)(root_key(settings))
 
 
 def begun(name, remat, packed=False):
@@ -128,39 +131,6 @@ def test_a_packed_projection_is_the_same():
         loss = functools.partial(steps.loss, inputs=inputs[0, :1], targets=targets[0, :1])
         found.append(jit(jax.value_and_grad(lambda p, of=loss: of(p)[0]))(state.params))
     assert_close(*found)
-
-
-def of_devices(remat, shard_optimizer):
-    """The state and the losses after two steps on four devices."""
-    settings = llama_settings(
-        devices=4,
-        accumulation_steps=2,
-        shard_optimizer=shard_optimizer,
-        attention__implementation="tiled",
-        model__layers=1,
-        model__remat=remat,
-        model__width=64,
-        model__vocab_size=320,
-    )
-    devices, root = run_devices(settings), root_key(settings)
-    program = make_program(settings, devices)
-    state, losses = program.init(root), []
-    for seed in range(2):
-        inputs, targets = tokens(settings, seed)
-        arrays = devices.put({"inputs": inputs, "targets": targets})
-        state, metrics = program.train(state, *arrays, root)
-        losses.append(float(metrics.loss))
-    return state, losses
-
-
-def test_devices_a_split_optimizer_and_remat_together_change_nothing():
-    (state, losses), (split, found) = (
-        of_devices(None, False),
-        of_devices("nothing_saveable", True),
-    )
-    np.testing.assert_allclose(found, losses, rtol=1e-6)
-    assert losses[0] != losses[1]
-    assert_close(split.params, state.params)
 
 
 @pytest.mark.parametrize("made", [tiny_settings, llama_settings])

@@ -10,6 +10,7 @@ import time
 import pytest
 from command import run_here
 
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.manifest import Manifest
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
@@ -30,8 +31,9 @@ def test_the_outcome_says_on_which_side_of_the_unigram_model_the_loss_is(val_los
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """Runs 12 steps, with checkpoints at 4, 8 and 12."""
+    """Runs 12 steps with bounded scores, with checkpoints at 4, 8 and 12."""
     small = {"attention__implementation": "tiled", "model__layers": 1, "diagnostics_every": 0}
+    small |= {"optimizer__qk_clip": 0.1, "model__z_loss": 0.01}
     return functools.partial(run_here, data__path=text, **small)
 
 
@@ -41,6 +43,11 @@ def ended(run, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "ended"
     run(workdir)
     return workdir
+
+
+def test_a_run_records_how_many_heads_it_clipped(ended):
+    counts = [r["heads_clipped"] for r in metrics.read(ended / "metrics.jsonl") if "loss" in r]
+    assert len(counts) == 12 and max(counts) > 0
 
 
 @pytest.fixture
