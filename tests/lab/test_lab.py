@@ -191,12 +191,16 @@ def test_a_definition_of_an_earlier_version_is_read(lab):
     assert ArmRun(lab.out, "a").trial.arm.control == "positive"
 
 
-def test_ctrl_c_reaches_every_arm_once_and_the_same_command_continues(lab):
+@pytest.mark.parametrize("asked", ["Ctrl-C", "SIGTERM"])
+def test_a_stop_reaches_every_arm_once_and_the_same_command_continues(lab, asked):
     acts = {"a": "wait", "b": "wait", "later": "finish"}
     process = lab.start(acts, "--jobs", "2")
     logs = [lab.out / "a.log", lab.out / "b.log"]
     wait_until(lambda: all(log.exists() and "listening" in log.read_text() for log in logs))
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+    if asked == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    else:
+        process.terminate()
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert [log.read_text() for log in logs] == ["listening\nsaved\n"] * 2
@@ -264,10 +268,10 @@ def test_the_built_in_text_is_no_directory_to_be_opened(lab):
     assert lab({"a": "finish"}, *flags, head="[shared]\ndata.path = 'data/mine'")[0] == 0
 
 
-def test_an_arm_that_was_stopped_gives_the_records_of_an_undisturbed_one(
+def test_an_arm_that_was_killed_gives_the_records_of_an_undisturbed_one(
     tmp_path, compilations, text, monkeypatch, capsys
 ):
-    fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 200}
+    fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 300}
     fields["data.path"] = text
     fields |= {"checkpoint_every": 30, "diagnostics_every": 0, "eval_every": 0}
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
@@ -278,16 +282,19 @@ def test_an_arm_that_was_stopped_gives_the_records_of_an_undisturbed_one(
     words = list(map(str, ["run", definition, "--workdir", disturbed, "--jobs", "1", *changes]))
 
     process = Fork(lab_without_reports, words, environment=environment(compilations))
-    wait_until(lambda: any((disturbed / "flash-seed1").glob("checkpoints/*.json")))
-    process.send_signal(signal.SIGTERM)
-    output, _ = command.finish(process)
-    assert re.search(r"flash-seed1: interrupted after \d+ steps?", output)
+    process.wait_for_lines(1)
+    (arm,) = re.findall(r"process (\d+)", process.printed())
+    wait_until((disturbed / "flash-seed1" / "checkpoints" / "00000030.json").exists)
+    os.kill(int(arm), signal.SIGKILL)
+    output = "".join(command.finish(process, EXIT_BAD_INPUT))
+    assert "flash-seed1 failed: exit code -9, interrupted after" in output
 
+    monkeypatch.setenv("PYTHONPATH", "")  # so that it is restored
     for name, value in environment(compilations).items():
         monkeypatch.setenv(name, value)
     assert lab_without_reports(words) == 0
     assert "flash-seed1: done, validation loss" in capsys.readouterr().out
-    assert "resuming at step" in (disturbed / "flash-seed1.log").read_text()
+    assert re.search(r"resuming at step [1-9]", (disturbed / "flash-seed1.log").read_text())
     (trial,) = load(definition).trials
     arguments = [*load(definition).arguments(trial), *changes, f"--workdir={whole}"]
     command.finish(command.launch(environment(compilations), arguments))
