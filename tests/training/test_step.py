@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import OPTIMIZED, optimized
+from compiling import OPTIMIZED
 from flax import nnx
 from tiny import tiny_settings, with_optimizer
 
@@ -46,17 +46,17 @@ def batch(settings, seed=0):
     return tuple(jnp.asarray(x.reshape(shape), jnp.int32) for x in (ids[:, :-1], ids[:, 1:]))
 
 
-def start(settings, attend=TILED, jit=jax.jit):
+def start(settings, attend=TILED):
     """The functions of a run, its first state, and the compiled step."""
     steps = make_steps(settings, Attend(attend))
     root = root_key(settings)
-    return steps, jax.jit(steps.init)(root), functools.partial(jit(steps.train), root=root)
+    return steps, jax.jit(steps.init)(root), functools.partial(jax.jit(steps.train), root=root)
 
 
 @pytest.fixture(scope="module")
 def begun():
     settings = tiny_settings(devices=1, steps=20)
-    return settings, *start(settings, jit=optimized)
+    return settings, *start(settings)
 
 
 @pytest.fixture(scope="module")
