@@ -3,9 +3,9 @@
 import functools
 import json
 import signal
+import time
 
 import command
-import jax
 import numpy as np
 import pytest
 from command import wait_for_steps
@@ -14,9 +14,6 @@ from processes.ranks import free_port
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
 from lowprec_attn.runs import metrics
-from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.training.devices import make_program, run_devices
-from lowprec_attn.training.saved_model import settings_of
 
 # Two micro-batches, so that the rows of each are divided among the processes.
 RUN = {
@@ -58,44 +55,42 @@ def records(workdir):
     return (workdir / "metrics.jsonl").read_bytes(), (workdir / "data_order.txt").read_bytes()
 
 
-def test_two_stopped_and_resumed_processes_are_one_process_bit_for_bit(
+def test_two_killed_stopped_and_resumed_processes_are_one_process_bit_for_bit(
     compilations, text, tmp_path
 ):
     """Sums over two devices have two terms, so their order does not matter.
 
-    With a split optimizer state, each process writes and reads its own part of the moments. One
-    process, this one, reads all parts.
+    With a split optimizer state, each process writes its own part of the moments. Afterwards a
+    single process reads all parts.
     """
-    # Both starts of the two processes measure: the first step and the end.
-    fields = {"steps": 80, "checkpoint_every": 20, "eval_every": 40, "diagnostics_every": 1000}
+    # The first measurement is by one process or by two, the last by one.
+    fields = {"steps": 120, "checkpoint_every": 20, "eval_every": 60, "diagnostics_every": 1000}
     start_run = functools.partial(start, compilations, text, shard_optimizer=True, **fields)
-    one, two = tmp_path / "one", tmp_path / "two"
-    finish(start_run(one, processes=1, devices=2))
-    stopped = start_run(two, processes=2, devices=1)
-    wait_for_steps(stopped[0], two / "throughput.jsonl", 3)
+    finish(start_run(tmp_path / "one", processes=1, devices=2))
+    workdir = tmp_path / "two"
+    killed = start_run(workdir, processes=2, devices=1)
+    while not (workdir / "checkpoints" / "00000020.json").exists():
+        assert all(process.poll() is None for process in killed)
+        time.sleep(0.01)
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+    for process in killed:
+        process.communicate()
+    stopped = start_run(workdir, processes=2, devices=1)
+    wait_for_steps(stopped[0], workdir / "throughput.jsonl", 3)
     stopped[1].send_signal(signal.SIGTERM)
     (out, _), (silent, _) = finish(stopped)
     assert "2 x cpu in 2 processes" in out
+    assert "resuming at step" in out and "resuming" not in silent
     done = int(out.split("stopped by a signal after ")[1].split()[0])
     assert "stopped by a signal" not in silent
-    for step in (done, 80):
-        if step == 80:
-            (out, _), (silent, _) = finish(start_run(two, processes=2, devices=1))
-            assert f"resuming at step {done}\n" in out and "resuming" not in silent
-        content = two / "checkpoints" / f"{step:08d}-0" / "state"
-        written = {path.name for path in content.glob("ocdbt.*")}
-        assert written == {"ocdbt.process_0", "ocdbt.process_1"}
-    assert records(two) == records(one)
-    environments = json.loads((two / "environment.json").read_text())
-    assert [e["process_count"] for e in environments] == [2, 2]
-    settings = settings_of(two)
-    like = make_program(settings, run_devices(settings)).state
-    states = []
-    for workdir in (one, two):
-        with Checkpoints(workdir / "checkpoints") as checkpoints:
-            states.append(checkpoints.restore(like))
-    assert [state.step for state in states] == [80, 80]
-    jax.tree.map(np.testing.assert_array_equal, states[1].state, states[0].state)
+    content = workdir / "checkpoints" / f"{done:08d}-0" / "state"
+    assert {path.name for path in content.glob("ocdbt.*")} == {"ocdbt.process_0", "ocdbt.process_1"}
+    ((out, _),) = finish(start_run(workdir, processes=1, devices=2))
+    assert f"resuming at step {done}\n" in out
+    assert records(workdir) == records(tmp_path / "one")
+    environments = json.loads((workdir / "environment.json").read_text())
+    assert [e["process_count"] for e in environments] == [2, 2, 1]
 
 
 @pytest.mark.slow
