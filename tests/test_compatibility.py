@@ -37,6 +37,7 @@ def test_diagnose_says_the_same(tmp_path, run, name):
             assert found[signal] == pytest.approx(heads, rel=1e-3, abs=1e-6), signal
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_goes_on_by_its_own_command(run, capsys):
     before = metrics.read(run / "metrics.jsonl")
     (start,) = json.loads((run / "environment.json").read_text())

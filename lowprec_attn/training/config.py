@@ -269,6 +269,7 @@ def attention_settings(
     all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
     layers = _indexed(section.get("layers"), model.layers, "attention.layers")
     result = []
+    made: dict[str, tuple[Numerics, RowMax]] = {}  # few of some hundred heads differ
     for i in range(model.layers):
         path = f"attention.layers[{i}]"
         layer = layers.get(i, {})
@@ -280,7 +281,9 @@ def attention_settings(
             for change in (all_heads.get(n, {}), layer, own_heads.get(n, {}), rollback):
                 _known(change, _ARITHMETIC, f"{path}.heads[{n}]")
                 options = _overridden(options, change)
-            heads.append(_head(options, path))
+            if (of := repr(options)) not in made:
+                made[of] = _head(options, path)
+            heads.append(made[of])
         _require_groups(heads, model, path)
         result.append(group_heads(heads))
     return AttentionSettings(layers=tuple(result), implementation=implementation)

@@ -474,15 +474,12 @@ def test_a_deleted_working_directory_is_told(here, monkeypatch, capsys):
     "words",
     [
         ["diagnose", "a.npz", "--numerics", "flash"],
-        ["check", "ours:f", "--causal"],
         ["check", "ours_on_import:f", "--causal"],
-        ["lab", "run", "laptop", "--workdir=runs"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_a_platform_without_its_device_is_told(words):
     npz()
-    text("ours.py", "import jax\ndef f(q, k, v): return q")
     text("ours_on_import.py", "import jax\nONE = jax.numpy.ones(1)\ndef f(q, k, v): return q")
     environment = {**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "lowprec_attn", *words]

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from processes import command_fuzz
 
-# Few cases where a served input computes, for a second each. All 1,783 take about a minute of a
-# core.
+from lowprec_attn.lab import processes as lab_processes
+
+# Few cases where a served input computes, for a second each.
 CASES = {
-    "arrays": 30,
+    "arrays": 20,
     "npz": 350,
-    "diagnose": 15,
-    "report": 30,
-    "run": 8,
+    "diagnose": 10,
+    "report": 15,
+    "run": 6,
     "collect": 150,
     "experiment": 250,
     "lab": 150,
@@ -26,6 +27,12 @@ CASES = {
     "llama": 150,
 }
 CHUNK = 50
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+    """`lab run` looks for GPUs in a process of its own, for a second; `test_lab.py` tests that."""
+    monkeypatch.setattr(lab_processes, "_visible_gpus", list)
 
 
 # Warnings are not errors, as in a separate process: a doubtful layout of axes only gives a warning.

@@ -101,7 +101,10 @@ def test_a_folder_is_examined_layer_by_layer(tmp_path, capsys):
         # bfloat16 activations round every operand by 2⁻⁸.
         np.testing.assert_allclose(layer.q[0].astype(np.float64), q, atol=0.05 * np.abs(q).max())
     code = main(
-        ["diagnose", str(tmp_path), f"--text={tmp_path / 'ids.npy'}", f"--json={tmp_path / 'json'}"]
+        [
+            *("diagnose", str(tmp_path), f"--text={tmp_path / 'ids.npy'}", "--numerics=flash"),
+            f"--json={tmp_path / 'json'}",
+        ]
     )
     assert code in (0, 3)
     assert "layer_01" in capsys.readouterr().out

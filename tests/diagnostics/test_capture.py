@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from lowprec_attn import attention
@@ -44,38 +43,17 @@ class Linen(nn.Module):
         return x
 
 
-class Nnx(nnx.Module):
-    def __init__(self):
-        options = {"dtype": jnp.bfloat16, "decode": False, "rngs": nnx.Rngs(0)}
-        self.layers = nnx.List(
-            [nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=Tap(i), **options)
-             for i in range(LAYERS)]
-        )  # fmt: skip
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 X = jax.random.normal(jax.random.key(0), (B, T, WIDTH), jnp.bfloat16)
 
 
-def linen_loss():
+def test_every_layer_of_a_flax_model_is_captured(tmp_path):
+    """Of Linen. `test_watched_training` and the examples have models of NNX."""
+    Tap.zeros, Tap.seen = None, {}
     model = Linen()
     params = jax.jit(model.init)(jax.random.key(1), X)
-    return params, lambda params: jnp.sum(model.apply(params, X).astype(jnp.float32) ** 3)
 
-
-def nnx_loss():
-    graph, params = nnx.split(Nnx())
-    return params, lambda params: jnp.sum(nnx.merge(graph, params)(X).astype(jnp.float32) ** 3)
-
-
-@pytest.mark.parametrize("make", [linen_loss, nnx_loss])
-def test_every_layer_of_a_flax_model_is_captured(make, tmp_path):
-    Tap.zeros, Tap.seen = None, {}
-    params, loss = make()
+    def loss(params):
+        return jnp.sum(model.apply(params, X).astype(jnp.float32) ** 3)
 
     def with_zeros(zeros):
         Tap.zeros, Tap.seen = zeros, {}

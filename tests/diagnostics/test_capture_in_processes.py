@@ -7,7 +7,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-rank, port, folder, local = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4] == "shard_map"
+rank, port, folder = *map(int, sys.argv[1:3]), Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from lowprec_attn import diagnostics
@@ -16,17 +16,17 @@ mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 batch = np.load(folder / "batch.npy")
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), batch[2 * rank :][:2])
 
-def attend(x):
+def whole(x):
     return jax.nn.dot_product_attention(x, x, x, is_causal=True)
 
-if local:
-    attend = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-step = jax.jit(jax.grad(lambda w, x: jnp.mean(attend(w * x) ** 2)))
-with diagnostics.watch(every=1, path=folder / f"watch_{rank}.jsonl").step(0):
-    step(2.0, x).block_until_ready()
-with diagnostics.capture() as taken:
-    step(2.0, x).block_until_ready()
-taken.save(folder / f"step_{rank}.npz")
+in_shards = jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+for kind, attend in (("jit", whole), ("shard_map", in_shards)):
+    step = jax.jit(jax.grad(lambda w, x: jnp.mean(attend(w * x) ** 2)))
+    with diagnostics.watch(every=1, path=folder / kind / f"watch_{rank}.jsonl").step(0):
+        step(2.0, x).block_until_ready()
+    with diagnostics.capture() as taken:
+        step(2.0, x).block_until_ready()
+    taken.save(folder / kind / f"step_{rank}.npz")
 try:
     with diagnostics.capture():
         pass
@@ -36,19 +36,16 @@ except diagnostics.CaptureError:
 """
 
 
-def run(folder, kind):
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    printed = in_two_ranks(PROGRAM, [str(free_port()), str(folder), kind], **environment)
-    return [out.split("\n")[-2] for out in printed]
-
-
 def test_the_first_process_has_the_global_batch_and_each_its_own_in_shard_map(tmp_path):
     batch = np.random.default_rng(0).standard_normal((4, 16, 2, 8), np.float32)
-    for kind in ("jit", "shard_map"):
-        folder = tmp_path / kind
+    np.save(tmp_path / "batch.npy", batch)
+    folders = {kind: tmp_path / kind for kind in ("jit", "shard_map")}
+    for folder in folders.values():
         folder.mkdir()
-        np.save(folder / "batch.npy", batch)
-        assert run(folder, kind) == ["an error", "no error"]
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    printed = in_two_ranks(PROGRAM, [str(free_port()), str(tmp_path)], **environment)
+    assert [out.split("\n")[-2] for out in printed] == ["an error", "no error"]
+    for kind, folder in folders.items():
         for rank in (0, 1):
             has_it = kind == "shard_map" or rank == 0
             assert (folder / f"watch_{rank}.jsonl").exists() == has_it

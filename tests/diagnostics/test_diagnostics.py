@@ -166,8 +166,10 @@ def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
     assert float(jnp.mean(same.astype(jnp.float32))) > 0.995
 
 
-@pytest.mark.parametrize("keys", [30, 40, 56])
-@pytest.mark.parametrize("rule", [StandardMax(), numerics.PublishedMax()])
+@pytest.mark.parametrize(
+    ("rule", "keys"),
+    [(StandardMax(), 30), (numerics.PublishedMax(), 40), (StandardMax(), 56)],
+)
 def test_rows_compared_in_sections_have_what_they_have_in_one(rule, keys, monkeypatch):
     q, k, v, do = make_arrays(keys=keys)
     spec = make_spec(numerics.EXACT.replace(kv_block=8, output="float32"), row_max=rule)

@@ -38,8 +38,7 @@ def loss(w, zero=0.0, attend=None):
 DO = jax.grad(loss, argnums=1)(2.0, jnp.zeros_like(Q))
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize(("jit", "by_name"), [(False, False), (True, True)])
 def test_the_function_of_jax(jit, by_name, tmp_path):
     step = jax.grad(functools.partial(loss) if by_name else
                     lambda w: loss(w, attend=jax.nn.dot_product_attention))  # fmt: skip
@@ -182,7 +181,7 @@ def test_a_mask_is_broadcast_over_several_axes_of_the_batch(kept):
     q = jnp.stack([Q, Q + 1, Q + 2])
     mask = (np.arange(T) >= np.arange(6)[:, None]).reshape(3, 2, 1, 1, T)[kept]
     with capture(None) as taken:
-        jax.grad(lambda q: jnp.sum(nn.dot_product_attention(q, q, q, mask=jnp.asarray(mask))))(q)
+        jax.jit(jax.grad(lambda q: jnp.sum(nn.dot_product_attention(q, q, q, mask=mask))))(q)
     expected = np.broadcast_to(mask, (3, 2, 1, 1, T)).reshape(6, 1, 1, T)
     np.testing.assert_array_equal(taken.layers["layer_00"]["mask"], expected)
 
@@ -190,7 +189,7 @@ def test_a_mask_is_broadcast_over_several_axes_of_the_batch(kept):
 def test_dropout_of_linen_is_named_and_that_of_nnx_refused():
     params, apply = of_linen(dropout=0.5)
     with capture() as taken:
-        jax.grad(lambda params: jnp.sum(apply(params).astype(jnp.float32)))(params)
+        jax.jit(jax.grad(lambda params: jnp.sum(apply(params).astype(jnp.float32))))(params)
     assert list(taken.layers["layer_00"]["ignored"]) == ["dropout_rate"]
     with pytest.raises(CaptureError, match="pass deterministic=True"), capture():
         nnx.grad(lambda model: jnp.sum(model(X).astype(jnp.float32)))(Nnx(dropout=0.5))
@@ -204,8 +203,7 @@ def heads_first(q, k, v, causal=False, sm_scale=None, softcap=None, tile=None):
     return out.swapaxes(-3, -2), None
 
 
-@pytest.mark.parametrize("batch", [True, False])
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(("batch", "jit"), [(True, True), (False, False)])
 def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     kernel = jax.jit(heads_first, static_argnames=("causal", "softcap", "tile"))
     attend = captured(kernel if jit else heads_first, layout="BNTH")

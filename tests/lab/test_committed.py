@@ -1,5 +1,6 @@
 """The tables and figures of `results/` that texts rely on, checked against the records."""
 
+import functools
 import hashlib
 import itertools
 import re
@@ -27,6 +28,16 @@ OPTIONS = {"lse_rounding": CONTROLS, "laptop": ("--layer", "0")}
 EXPERIMENTS = sorted(
     str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("table.md") if path.is_file()
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _records_are_read_once():
+    """Keeps some archives in memory, because several pages show numbers of the same records."""
+    read = functools.lru_cache(maxsize=6)(records.read_all)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (records, causes_figure, front_figure):
+            patch.setattr(module, "read_all", lambda directory: list(read(directory)))
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 import fsspec
 import numpy as np
 import pytest
+from command import without_report
 from tiny import tiny_config
 
 from lowprec_attn.files import Fingerprint, append_line
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("text_read_once")
 
 def trained(path, **changes):
     fields = {"devices": 1, "model__layers": 1, "attention__implementation": "tiled"}
-    config = tiny_config(**fields, **changes)
-    assert train(train_settings(config), config, path) == 0
+    config = tiny_config(**fields, **{"diagnostics_every": 0} | changes)
+    with without_report():
+        assert train(train_settings(config), config, path) == 0
     return RunDir(path)
 
 

@@ -133,4 +133,4 @@ def wait_for_steps(process, path, count):
 
     target = lines() + count
     while lines() < target and process.poll() is None:
-        time.sleep(0.002)
+        time.sleep(0.01)

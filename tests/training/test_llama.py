@@ -59,10 +59,8 @@ SIZES = {"full": 124_766_976, "350m": 354_731_008, "1b": 1_179_191_296}
 @pytest.mark.parametrize("variant", SIZES)
 def test_the_sizes_have_the_parameters_that_the_config_states(variant):
     settings = train_settings(llama_bf16.get_config(variant).to_dict())
-    steps = make_steps(settings, Attend(TILED))
-    params = jax.eval_shape(steps.init, root_key(settings)).params
-    count = sum(x.size for x in jax.tree.leaves(params))
-    assert count == models.parameter_count(settings.model) == SIZES[variant]
+    count = models.parameter_count(settings.model)
+    assert count == SIZES[variant]
     assert f"{count / 1e6:,.1f}" in llama_bf16.__doc__
 
 
@@ -76,8 +74,8 @@ def test_the_sizes_have_the_parameters_that_the_config_states(variant):
 )
 def test_parameters_are_counted_as_they_are(changes):
     settings = llama_settings(**changes)
-    _, state = begin(settings)
-    leaves = jax.tree.leaves(state.params)
+    steps = make_steps(settings, Attend(TILED))
+    leaves = jax.tree.leaves(jax.eval_shape(steps.init, root_key(settings)).params)
     assert models.parameter_count(settings.model) == sum(x.size for x in leaves)
     matrices = sum(x.size for x in leaves if x.ndim == 2)
     looked_up = 0 if settings.model.tied else 257 * 32
@@ -120,10 +118,12 @@ def test_the_gradient_of_swiglu_is_that_of_its_formula():
 
 
 def test_heads_that_share_a_key_head_are_heads_with_equal_keys():
-    settings = llama_settings(**EXACT)
+    options = {"model__layers": 1, **EXACT}
+    settings = llama_settings(**options)
     inputs, targets = (x[0] for x in tokens(settings))
     steps, state = begin(settings)
-    whole = make_steps(llama_settings(model__kv_heads=4, **EXACT), Attend(TILED))
+    whole = make_steps(llama_settings(model__kv_heads=4, **options), Attend(TILED))
+    loss_of_whole = jax.jit(lambda p: whole.loss(p, inputs, targets)[0])
 
     def loss_of(heads):
         """The loss where the four query heads use these of the two key heads and value heads."""
@@ -135,7 +135,7 @@ def test_heads_that_share_a_key_head_are_heads_with_equal_keys():
             return x.reshape(32, 2, 16)[:, np.array(heads)].reshape(32, 64)
 
         params = jax.tree_util.tree_map_with_path(chosen, state.params)
-        return jax.jit(lambda p: whole.loss(p, inputs, targets)[0])(params)
+        return loss_of_whole(params)
 
     grouped = jax.jit(lambda p: steps.loss(p, inputs, targets)[0])(state.params)
     np.testing.assert_allclose(loss_of([0, 0, 1, 1]), grouped, rtol=1e-6)
@@ -180,13 +180,16 @@ def test_variants_of_attention_have_the_loss_of_the_formula():
 @pytest.mark.parametrize(
     "made",
     [
-        functools.partial(llama_settings, model__qk_norm=True),
         functools.partial(
-            llama_settings, model__soft_cap=0.5, model__sinks=True, model__value_size=8
+            llama_settings,
+            model__qk_norm=True,
+            model__soft_cap=0.5,
+            model__sinks=True,
+            model__value_size=8,
         ),
         functools.partial(tiny_settings, model__qk_norm=True, model__scale_placement="qk"),
     ],
-    ids=["llama with qk_norm", "llama with cap and sinks", "gpt2 with qk_norm"],
+    ids=["llama with qk_norm, cap and sinks", "gpt2 with qk_norm"],
 )
 def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     settings = made(model__layers=1, **EXACT)
@@ -230,14 +233,15 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
 
 def test_the_measured_error_of_w_q_is_the_sum_of_its_sources():
     """The rotated sources add up to the rotated total; `flash` rounds P̄, O, P and dS."""
-    settings = llama_settings(model__qk_norm=True, **{**EXACT, "attention__numerics": "flash"})
+    options = {**EXACT, "attention__numerics": "flash", "model__layers": 1}
+    settings = llama_settings(model__qk_norm=True, **options)
     steps, state = begin(settings)
     args = (state.params, *(x[0] for x in tokens(settings)), jax.random.key(0))
     call = functools.partial(TILED, is_causal=True, numerics="flash")
 
     @jax.jit
     def signals_of(*args):
-        layer = make_layers(settings.model, steps.loss)(*args)[1]
+        (layer,) = make_layers(settings.model, steps.loss)(*args)
         _, pullback = jax.vjp(lambda q: call(q, layer.k, layer.v), layer.q)
         arrays = layer._asdict()
         arrays["returned"] = layer.returned._replace(dq=pullback(layer.do)[0])
@@ -267,10 +271,11 @@ def test_it_learns_and_devices_change_nothing():
     settings = llama_settings(devices=1, steps=20, optimizer__weight_decay=0.1, **small)
     steps, state = begin(settings)
     train = jax.jit(functools.partial(steps.train, root=root_key(settings)))
-    losses = []
+    losses, norms = [], []
     for _ in range(20):
         state, found = train(state, *tokens(settings))
         losses.append(float(found.loss))
+        norms.append(float(found.grad_norm))
     assert losses[-1] < losses[0] - 0.5
     spread = llama_settings(devices=8, steps=20, shard_optimizer=True, **small)
     devices, root = run_devices(spread), root_key(spread)
@@ -282,11 +287,13 @@ def test_it_learns_and_devices_change_nothing():
     allotted = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     assert allotted / 20 < memory.least_bytes(spread, 8) < allotted
     _, found = step(program.init(root), *arrays, root)
+    # Each row is computed as on one device; only the mean over rows has another order.
     np.testing.assert_allclose(float(found.loss), losses[0], rtol=1e-5)
+    np.testing.assert_allclose(float(found.grad_norm), norms[0], rtol=2e-3)
 
 
-def test_the_clip_bounds_scores_behind_the_rotation():
-    """W_Q and W_K act through a rotation, which preserves lengths."""
+def test_the_clip_bounds_scores_behind_the_rotation_and_before_a_soft_cap():
+    """W_Q and W_K act through a rotation, which preserves lengths; a cap bounds neither."""
     still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0}
     options = {**EXACT, **still, "model__kv_heads": 4, "model__layers": 1}
     settings = llama_settings(**options)
@@ -299,25 +306,14 @@ def test_the_clip_bounds_scores_behind_the_rotation():
 
     before = np.asarray(scores_of(state.params))
     threshold = float(np.median(before))
-    clips = make_steps(llama_settings(optimizer__qk_clip=threshold, **options), Attend(TILED))
+    options |= {"optimizer__qk_clip": threshold, "model__soft_cap": threshold / 4}
+    clips = make_steps(llama_settings(**options), Attend(TILED))
     new, found = jax.jit(clips.train)(state, *tokens(settings), root_key(settings))
     np.testing.assert_allclose(
         scores_of(new.params)[0], np.minimum(before, threshold)[0], rtol=1e-4
     )
     assert int(found.heads_clipped) == 2
-
-
-def test_the_clip_takes_scores_before_a_soft_cap():
-    """The cap bounds the scores in the softmax, but not W_Q and W_K."""
-    found = {}
-    for cap in (None, 0.01):
-        fields = {"model__soft_cap": cap, "model__kv_heads": 4, "model__layers": 1}
-        fields["diagnostics_every"] = 0
-        settings = llama_settings(optimizer__qk_clip=0.05, **EXACT, **fields)
-        steps, state = begin(settings)
-        _, found[cap] = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
-    assert found[0.01].max_logit > 0.03
-    np.testing.assert_allclose(found[0.01].max_logit, found[None].max_logit, rtol=1e-6)
+    np.testing.assert_allclose(found.max_logit, before.max(), rtol=1e-6)
 
 
 REFUSED = {
@@ -396,14 +392,6 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch
     assert names <= last["layer_1"].keys() and len(last["layer_1"]["score_maximum"]) == 4
 
 
-def test_a_run_is_diagnosed_in_its_own_arithmetic(whole, tmp_path, capsys):
-    workdir, *_ = whole
-    assert main(["diagnose", str(workdir), f"--json={tmp_path / 'out.json'}"]) in (0, 3)
-    assert "8 heads of 2 layers" in capsys.readouterr().out
-    layers = json.loads((tmp_path / "out.json").read_text())["layers"]
-    assert len(layers) == 2 and "query_weight_gradient_error_relative" in str(layers[0]["signals"])
-
-
 def test_a_run_is_written_for_transformers(whole, tmp_path):
     workdir, *_ = whole
     to_hugging_face(workdir, tmp_path / "out")
@@ -431,7 +419,7 @@ def test_a_run_is_written_for_transformers(whole, tmp_path):
 def test_a_cap_sinks_and_values_of_another_size_are_measured_and_diagnosed(whole, tmp_path, capsys):
     _, run, _ = whole
     options = {"model__soft_cap": 0.25, "model__sinks": True, "model__value_size": 8}
-    options |= {"diagnostics_every": 2, "steps": 4, "model__layers": 1}
+    options |= {"model__qk_norm": True, "diagnostics_every": 2, "steps": 4, "model__layers": 1}
     run(tmp_path / "run", **options)
     (signals,) = [
         r["signals"]["layer_0"]
@@ -448,7 +436,9 @@ def test_a_cap_sinks_and_values_of_another_size_are_measured_and_diagnosed(whole
     assert "soft cap 0.25, sinks" in " ".join(capsys.readouterr().out.split())
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
     assert (layer["soft_cap"], layer["has_sinks"]) == (0.25, True)
-    assert max(layer["signals"]["own numerics"]["p_row_sum_error_rms"]) < 1e-6
+    own = layer["signals"]["own numerics"]
+    assert max(own["p_row_sum_error_rms"]) < 1e-6
+    assert len(own["query_weight_gradient_error_relative"]) == 4
     # A loss that is not finite: the run names what became non-finite first.
     said, _ = run(
         tmp_path / "broken",

@@ -48,7 +48,7 @@ def whole(tmp_path_factory, text):
     return {name: (workdir / name).read_bytes() for name in RECORDS}
 
 
-@pytest.mark.parametrize("at_most", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at_most", [3, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", IMAGES)
 def test_a_run_goes_on_after_a_loss_of_power(tmp_path, monkeypatch, text, whole, kind, at_most):
     """Resumes up to `at_most` images of the directory, evenly spaced and including the last."""

@@ -2,12 +2,15 @@
 
 import functools
 import json
+import os
 import shutil
+import signal
 import time
 
 import pytest
 from command import run_here
 
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.manifest import Manifest
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
@@ -28,8 +31,9 @@ def test_the_outcome_says_on_which_side_of_the_unigram_model_the_loss_is(val_los
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """Runs 12 steps, with checkpoints at 4, 8 and 12."""
+    """Runs 12 steps with bounded scores, with checkpoints at 4, 8 and 12."""
     small = {"attention__implementation": "tiled", "model__layers": 1, "diagnostics_every": 0}
+    small |= {"optimizer__qk_clip": 0.1, "model__z_loss": 0.01}
     return functools.partial(run_here, data__path=text, **small)
 
 
@@ -39,6 +43,11 @@ def ended(run, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "ended"
     run(workdir)
     return workdir
+
+
+def test_a_run_records_how_many_heads_it_clipped(ended):
+    counts = [r["heads_clipped"] for r in metrics.read(ended / "metrics.jsonl") if "loss" in r]
+    assert len(counts) == 12 and max(counts) > 0
 
 
 @pytest.fixture
@@ -206,6 +215,27 @@ def test_a_start_without_a_step_may_be_repeated_with_another_config(run, tmp_pat
     assert "resuming" not in out and "skipping" not in err
     run(fresh, **changed)
     assert records_are_equal(workdir, fresh)
+
+
+def test_signals_to_end_save_and_are_told_from_each_other(run, tmp_path, monkeypatch):
+    workdir, before = tmp_path / "run", loop.Loop._before
+    for asked, code, resumed, last in ((signal.SIGTERM, 0, 0, 3), (signal.SIGINT, 130, 4, 6)):
+
+        def signalled(self, step, asked=asked, last=last):
+            before(self, step)
+            if step == last:
+                os.kill(os.getpid(), asked)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Loop, "_before", signalled)
+            out, err = run(workdir, code, checkpoint_every=0)
+        name = asked.name
+        assert f"{name}: ends after this step, with a checkpoint; Ctrl-C again ends at once" in out
+        assert "Traceback" not in out + err
+        assert f"stopped by a signal after {last + 1} steps" in out
+        assert (f"resuming at step {resumed}\n" in out) == (resumed > 0)
+        saved = sorted(int(path.stem) for path in (workdir / "checkpoints").glob("*.json"))
+        assert saved == [resumed, last + 1]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(run, copy):

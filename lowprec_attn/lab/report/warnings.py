@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
@@ -64,11 +66,18 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
       label: the label of its row; None for the rule's name and threshold.
     """
 
+    # A rule that warns by itself warns wherever it is met, whatever the other rules say.
+    alone = found is met or rule.only_with is None
+
+    def has_it(layer: Signals) -> bool:
+        if alone:
+            return bool(np.any(rule.severity(layer) > -np.inf))
+        return any(alarm.rule is rule for alarm in found(layer))
+
     def first(record: ArmRecord) -> int | None:
         for step in sorted(record.signals):
-            for layer in record.signals[step]:
-                if any(alarm.rule is rule for alarm in found(layer)):
-                    return step
+            if any(map(has_it, record.signals[step])):
+                return step
         return None
 
     return Reading(label or _label(rule), first, lambda record: rule.is_recorded(record.signals))
@@ -153,9 +162,10 @@ def _readings() -> Iterator[Reading]:
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
-    counts = tally(records, reading)
+    first = {id(record): reading.first(record) for record in records}
+    counts = tally(records, reading._replace(first=lambda record: first[id(record)]))
     held = [record for record in records if record.held]
-    arms = collections.Counter(r.arm.name for r in held if reading.first(r) is not None)
+    arms = collections.Counter(r.arm.name for r in held if first[id(r)] is not None)
     lead = "–"
     if counts.leads:
         lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"

@@ -82,7 +82,7 @@ class Fork:
     def wait_for_lines(self, count: int) -> None:
         """Waits for `count` lines on standard output, or for the end of the process."""
         while self.printed().count("\n") < count and self.returncode is None:
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Waits for the end of the process; returns its standard output and error."""
