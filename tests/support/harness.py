@@ -83,9 +83,9 @@ HOPPER_TILES = hopper.BlockSizes(
     interpret=True,
 )
 # In this interpreter memory that was never written is NaN, a read out of bounds raises, and a race
-# is reported. Each read and write calls Python, so it is slow. Every case, preset and step of
-# several tiles runs here once. Other tests of the arithmetic use Pallas' other interpreter, which
-# runs a kernel as one program.
+# is reported. Each read and write calls Python, so it is slow. Every case and step of several tiles
+# runs here once, and so does every array that a preset adds. Other tests of the arithmetic use
+# Pallas' other interpreter, which runs a kernel as one program.
 STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
@@ -284,9 +284,13 @@ COVERED = {
         *("gqa_head_32", "mqa_head_128", "more_keys_head_64", "one_row", "mask_padding"),
         *("values_of_one_padded_size", "window"),
     ),
-    "gpu": ("segments",),  # sinks_cap_bfloat16
-    # tiles_gqa_lengths
-    "tpu": ("one_row", "both_lengths", "both_lengths_repeated_maxima"),
+    # sinks_cap_bfloat16
+    "gpu": ("segments", "bfloat16", "bfloat16_repeated_maxima", "bfloat16_one_sign"),
+    # tiles_gqa_lengths; test_tpu_kernels.py has arrays of bfloat16
+    "tpu": (
+        *("one_row", "both_lengths", "both_lengths_repeated_maxima"),
+        *("bfloat16", "bfloat16_repeated_maxima", "bfloat16_one_sign"),
+    ),
 }
 # Kernels that take long to compile in the interpreter. On a device every case runs.
 SLOW = {
