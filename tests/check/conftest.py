@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from lowprec_attn.check import candidates, measure, trials
+from lowprec_attn.check import candidates, measure, problems, trials
 
 _FOUND = {}
 
@@ -40,3 +40,19 @@ def few_candidates(monkeypatch):
     )
     monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
+
+
+@pytest.fixture
+def few_features(monkeypatch):
+    """Leaves out problems of other lengths, heads and masks, each of which is compiled anew.
+
+    Other tests have these in functions that are right and in planted bugs.
+    """
+    made, variants = problems.features, {"window", "soft_cap", "sinks", "bias", "lse"}
+    monkeypatch.setattr(
+        problems,
+        "features",
+        lambda *args, **options: [
+            p for p in made(*args, **options) if p.needs & variants or p.name == "a batch"
+        ],
+    )

@@ -121,7 +121,7 @@ def test_jax_nn_has_no_bug_and_its_report_fits_the_terminal(capsys, tmp_path):
     assert "jax_nn" in (tmp_path / "a.html").read_text()
 
 
-@pytest.mark.usefixtures("presets_alone")
+@pytest.mark.usefixtures("presets_alone", "few_features")
 def test_the_default_arithmetic_here_is_a_risk_with_its_cures(capsys):
     options = ["--tokens=64", "--head-size=32", "--numerics=flash"]
     assert main(["check", "lowprec_attn:tiled", *options]) == 3

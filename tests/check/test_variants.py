@@ -128,6 +128,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.usefixtures("few_features")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda f: f.__name__)
 def test_a_mutant_is_named(mutant):
     name, results = MUTANTS[mutant]
@@ -137,6 +138,7 @@ def test_a_mutant_is_named(mutant):
     assert results <= set(report.bugs[0].results)
 
 
+@pytest.mark.usefixtures("few_features")
 def test_what_every_problem_has_is_asked_for_and_shown(capsys):
     options = ["--soft-cap=5", "--sinks", "--window=20,3", "--bias", "--numerics=exact"]
     code = main(["check", "lowprec_attn:dense", "--tokens=48", "--head-size=16", *options])
@@ -156,6 +158,7 @@ def fixed(q, k, v, sinks):
                  sinks=sinks)  # fmt: skip
 
 
+@pytest.mark.usefixtures("few_features")
 def test_a_function_has_its_window_and_cap_by_itself():
     report = of(fixed, causal=True, keywords={}, window=12, soft_cap=3.0, sinks=True)
     assert report.state == "right"
@@ -172,6 +175,7 @@ def with_lse(q, k, v, *, causal, scale, mask=None, window=None, bias=None):
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("few_features")
 def test_the_lse_of_jax_nn_is_rounded_and_has_no_gradient():
     keywords = {n: n for n in ("causal", "scale", "mask", "window", "bias")}
     report = of(with_lse, "bfloat16", keywords=keywords)
