@@ -49,7 +49,19 @@ def few_candidates(monkeypatch):
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
 
 
-@pytest.mark.usefixtures("few_candidates")
+@pytest.fixture
+def few_core_problems(monkeypatch):
+    """Leaves out core problems between others and of one kind; all feature problems stay."""
+    made = problems.core
+    kept = {problems.up_to(score, "normal inputs") for score in (4e0, 1e4)}
+    kept |= {problems.up_to(score) for score in (1e1, 1e2)}
+    kept |= {"two keys a row", "all scores near +1,000"}
+    monkeypatch.setattr(
+        problems, "core", lambda *args, **of: [p for p in made(*args, **of) if p.name in kept]
+    )
+
+
+@pytest.mark.usefixtures("few_candidates", "few_core_problems")
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "hidden scores are −1e4"])
 def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
     report = checked(bug=bug, backwards=len(bug) % 2 == 0)

@@ -13,9 +13,18 @@ import kernel_calls
 import pytest
 from harness import KERNELS, Case
 from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
-from points import ALL, CHOICES, KERNEL_GROUPS, KERNEL_POINTS, ROUNDINGS, closer, with_points
+from points import (
+    CHOICES,
+    KERNEL_GROUPS,
+    KERNEL_POINTS,
+    ROUNDINGS,
+    TOGETHER,
+    check_together,
+    closer,
+    with_points,
+)
 
-from lowprec_attn.numerics import EXACT, MATCHED, Numerics
+from lowprec_attn.numerics import EXACT, Numerics
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -72,7 +81,7 @@ def test_a_rounding_is_there_alone(kernels: str, point: str) -> None:
 
 # `closer` fails in the tests above where a rounding is missing; this shows it for each.
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant_of", itertools.product(KERNELS, KERNEL_POINTS), ids="-".join)
+@pytest.mark.parametrize("mutant_of", list(itertools.product(KERNELS, KERNEL_POINTS)), ids="-".join)
 def test_a_mutant_that_skips_the_rounding_is_noticed(
     mutant_of: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,40 +119,15 @@ def test_choice_is_there_alone(choice_of: tuple[str, str]) -> None:
     assert closer(run(case, call_of(kernels, chosen)), on, off) == reached
 
 
-# Choices that no preset has without others. Each is looked for with the others on, and named by
-# what stands in its place without it; the results that it reaches follow.
-TOGETHER: dict[str, tuple[Numerics, dict[tuple[str, str], set[str]]]] = {
-    "gpu": (
-        MATCHED.replace(
-            divided_in_dv="do", delta="do_o_storage", saved_output="same", mean_key="subtracted"
-        ),
-        {
-            ("divided_in_dv", "probs"): {"dv"},
-            ("delta", "do_o"): {"dq", "dk"},
-            ("row_sum", "unrounded"): ALL,
-            ("mean_key", "kept"): {"dq"},
-        },
-    ),
-    "tpu": (
-        EXACT.replace(
-            probs="bfloat16",
-            row_sum="rounded",
-            output="bfloat16",
-            saved_output="same",
-            delta="do_o_storage",
-        ),
-        {("row_sum", "unrounded"): ALL, ("delta", "do_o"): {"dq", "dk"}},
-    ),
-}
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_choices_are_there(kernels: str) -> None:
-    case, (chosen, choices) = CASES[kernels], TOGETHER[kernels]
-    result, on = (of(case, call_of(kernels, chosen)) for of in (run, run_plain))
-    for (name, other), reached in choices.items():
-        off = run_plain(case, call_of(kernels, chosen.replace(**{name: other})))
-        assert closer(result, on, off) == reached, name
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [("gpu", "do, do_o_storage, subtracted"), ("tpu", "do_o_storage, row_sum")],
+)
+def test_choices_are_there(kernels: str, name: str) -> None:
+    """Those that no preset of test_kernels.py has without others."""
+    case = CASES[kernels]
+    result = run(case, call_of(kernels, TOGETHER[name][0]))
+    check_together(name, result, lambda chosen: run_plain(case, call_of(kernels, chosen)))
 
 
 def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:

@@ -156,7 +156,7 @@ def test_a_preset_is_written_as_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "mode"), zip(numerics.POINTS, itertools.cycle(numerics.MODES), strict=False)
+    ("point", "mode"), list(zip(numerics.POINTS, itertools.cycle(numerics.MODES), strict=False))
 )
 def test_what_is_written_gives_the_record_again(point: numerics.Point, mode: str) -> None:
     record = numerics.FLASH.replace(**{point: f"bf16_m3:{mode}"}, kv_block=64, delta="dp_p")
