@@ -70,6 +70,7 @@ def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
     assert any(BUGS[bug] in name for name in names), names
 
 
+@pytest.mark.usefixtures("few_core_problems")
 @pytest.mark.parametrize(
     "name", ["exact", "flash", "normalized_delta", "jax_nn", "flash with dp=bfloat16"]
 )
@@ -105,13 +106,13 @@ def presets_alone(monkeypatch):
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
 
 
-@pytest.mark.usefixtures("presets_alone")
+@pytest.mark.usefixtures("presets_alone", "few_core_problems")
 def test_float16_is_told_from_its_presets():
     report = checked("delta_dp_p", dtype="float16")
     assert report.bugs == () and report.arithmetic.name == "delta_dp_p"
 
 
-@pytest.mark.usefixtures("few_candidates")
+@pytest.mark.usefixtures("few_candidates", "few_core_problems")
 def test_float32_without_roundings_is_exact():
     report = checked("exact", dtype="float32")
     assert report.state == "right" and report.arithmetic.name == "exact"
