@@ -63,7 +63,9 @@ def few_core_problems(monkeypatch):
 
 @pytest.mark.usefixtures("few_candidates", "few_core_problems")
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "hidden scores are −1e4"])
-def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
+def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug, request):
+    if any(word in bug for word in ("window", "soft cap", "bias", "sink", "lse")):
+        request.getfixturevalue("few_features")
     report = checked(bug=bug, backwards=len(bug) % 2 == 0)
     assert report.state == "bug"
     names = [found.name.lower() for found in report.bugs]
