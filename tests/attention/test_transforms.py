@@ -145,8 +145,8 @@ KINDS = [
     ("dense", "exact", "standard", True),
     ("dense", "stochastic_output", "standard", True),
     ("dense", "standard", "standard", False),
+    ("dense", "matched", "dynamic_max", True),
     ("tiled", "published", "published", True),
-    ("tiled", "matched", "dynamic_max", True),
 ]
 
 
