@@ -11,7 +11,6 @@ import harness
 import jax
 import numpy as np
 import pytest
-from compiling import slow_among
 from points import (
     CHOICES,
     GROUPS,
@@ -147,9 +146,18 @@ def test_mutant_that_skips_a_rounding_is_noticed(
 
 @pytest.mark.usefixtures("eager")
 # Points of both passes, an operand of a product, and an output; one line rounds all of them.
-@pytest.mark.parametrize("mode", ["stochastic", "error_positive"])
 @pytest.mark.parametrize(
-    "point", slow_among(POINTS, set(POINTS) - {"scores", "probs", "lse", "output", "dp"})
+    ("point", "mode"),
+    [
+        *((point, "stochastic") for point in ("scores", "output", "dp")),
+        *((point, "error_positive") for point in ("probs", "lse")),
+        *(
+            pytest.param(point, mode, marks=pytest.mark.slow)
+            for point in POINTS
+            for mode in ("stochastic", "error_positive")
+            if point not in ("scores", "probs", "lse", "output", "dp")
+        ),
+    ],
 )
 def test_other_modes_perturb_as_much_as_rounding_but_otherwise(point: str, mode: str) -> None:
     result = eager_result("tiled_odd", EXACT.replace(**{point: f"bfloat16:{mode}"}))

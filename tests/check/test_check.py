@@ -37,7 +37,19 @@ def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, bug=None, **fiel
 
 
 @pytest.fixture
-def few_candidates(monkeypatch):
+def few_core_problems(monkeypatch):
+    """Leaves out core problems that lie between others, so that all tests here share operations."""
+    made = problems.core
+    kept = {problems.up_to(score, "normal inputs") for score in (4e0, 1e4)}
+    kept |= {problems.up_to(score) for score in (1e1, 1e2)}
+    kept |= {"two keys a row", "all scores near +1,000"}
+    monkeypatch.setattr(
+        problems, "core", lambda *args, **of: [p for p in made(*args, **of) if p.name in kept]
+    )
+
+
+@pytest.fixture
+def few_candidates(few_core_problems, monkeypatch):
     """Tries three presets only, and no tile, exponent or change of a preset."""
     presets = candidates.Emulation.presets
 
@@ -49,19 +61,7 @@ def few_candidates(monkeypatch):
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
 
 
-@pytest.fixture
-def few_core_problems(monkeypatch):
-    """Leaves out core problems between others and of one kind; all feature problems stay."""
-    made = problems.core
-    kept = {problems.up_to(score, "normal inputs") for score in (4e0, 1e4)}
-    kept |= {problems.up_to(score) for score in (1e1, 1e2)}
-    kept |= {"two keys a row", "all scores near +1,000"}
-    monkeypatch.setattr(
-        problems, "core", lambda *args, **of: [p for p in made(*args, **of) if p.name in kept]
-    )
-
-
-@pytest.mark.usefixtures("few_candidates", "few_core_problems")
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "hidden scores are −1e4"])
 def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug, request):
     if any(word in bug for word in ("window", "soft cap", "bias", "sink", "lse")):
@@ -102,19 +102,19 @@ def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
 
 
 @pytest.fixture
-def presets_alone(monkeypatch):
+def presets_alone(few_core_problems, monkeypatch):
     """Tries every preset, and no tile, exponent or change of one."""
     monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
 
 
-@pytest.mark.usefixtures("presets_alone", "few_core_problems")
+@pytest.mark.usefixtures("presets_alone")
 def test_float16_is_told_from_its_presets():
     report = checked("delta_dp_p", dtype="float16")
     assert report.bugs == () and report.arithmetic.name == "delta_dp_p"
 
 
-@pytest.mark.usefixtures("few_candidates", "few_core_problems")
+@pytest.mark.usefixtures("few_candidates")
 def test_float32_without_roundings_is_exact():
     report = checked("exact", dtype="float32")
     assert report.state == "right" and report.arithmetic.name == "exact"
