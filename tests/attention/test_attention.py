@@ -35,8 +35,7 @@ PRESETS_AND_RULES = [
     ("published", "published"),
     ("published", "dynamic_max"),
 ]
-# Every choice and rule, but not every combination: steps and tiles differ in how each choice is
-# computed, not in which choices meet.
+# Every choice and rule, but not every combination.
 EVERY_CHOICE = {
     **{
         f"{preset}-standard": (numerics.PRESETS[preset], "standard")
@@ -48,11 +47,30 @@ EVERY_CHOICE = {
         if rule != "standard"
     },
 }
-EVERY_POINT = {
+# The same choices and rules in fewer arithmetics, and every point.
+IN_ONE_STEP = {
+    "published_eager, published": (numerics.PUBLISHED_EAGER, "published"),
+    "published_as_compiled": (numerics.PUBLISHED_AS_COMPILED, "standard"),
+    "matched, dynamic_max": (numerics.MATCHED, "dynamic_max"),
+    "scale_first, auxiliary, lazy_max": (
+        numerics.FLASH_ATTENTION_3.replace(saved_output="auxiliary"),
+        "lazy_max",
+    ),
+    "dp_p, stochastic": (
+        numerics.DELTA_DP_P.replace(output="bfloat16:stochastic", exponent="shift_first"),
+        "standard",
+    ),
+    **{
+        name: (numerics.PRESETS[name], "standard")
+        for name in (
+            *("jax_pallas", "normalized_delta", "corrected_after_cast"),
+            *("flash_attention_3_fp8", "transformer_engine_fp8"),
+        )
+    },
     "every point": (
         numerics.EXACT.replace(**dict.fromkeys(numerics.POINTS, "bfloat16")),
         "standard",
-    )
+    ),
 }
 KEY = jax.random.key(7)
 IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.KERNELS]
@@ -61,7 +79,9 @@ IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(("implementation", "case"), harness.every_case())
 def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, case: str) -> None:
-    problem, how = harness.cases_of(implementation)[case], harness.strict(implementation)
+    problem = harness.cases_of(implementation)[case]
+    is_long = case in harness.LONG_CASES
+    how = harness.strict(implementation) if is_long else harness.IMPLEMENTATIONS[implementation]
     arrays = harness.inputs(problem)
     # The same program also returns the largest scores, which do not change the other results; see
     # test_max_logit.py.
@@ -91,12 +111,12 @@ def test_so_is_optimized_code(implementation: str, case: str) -> None:
     test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation, case)
 
 
-@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
-def test_presets_and_rules_are_as_accurate_as_plain(preset: str, rule: str) -> None:
+@pytest.mark.parametrize("choice", EVERY_CHOICE)
+def test_presets_and_rules_are_as_accurate_as_plain(choice: str) -> None:
     """In tiles; `dense` has the same bits as `tiled` in one step, as tested below."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
     how, arrays = harness.IMPLEMENTATIONS["tiled_odd"], harness.inputs(problem)
-    chosen = numerics.PRESETS[preset]
+    chosen, rule = EVERY_CHOICE[choice]
     # The plain implementation rounds to nearest. Stochastic rounding moves up to twice as far.
     factor = 2 if chosen.needs_bits else 1
     same = harness.run_plain(
@@ -118,7 +138,7 @@ def test_unfused_presets_are_as_accurate_as_plain(preset: str) -> None:
     )
 
 
-@pytest.mark.parametrize("choice", EVERY_CHOICE | EVERY_POINT)
+@pytest.mark.parametrize("choice", IN_ONE_STEP)
 def test_tiled_in_one_step_equals_dense_bit_for_bit(choice: str) -> None:
     """What test_points.py shows of `tiled` at each point and choice therefore holds for `dense`."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
@@ -126,7 +146,7 @@ def test_tiled_in_one_step_equals_dense_bit_for_bit(choice: str) -> None:
     one_tile = harness.Implementation(
         name="tiled", kv_block=64, block_sizes=tiled.BlockSizes(query=64, kv_bwd=64)
     )
-    chosen, rule = (EVERY_CHOICE | EVERY_POINT)[choice]
+    chosen, rule = IN_ONE_STEP[choice]
     row_max = RULES[rule]
     dense_ = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen, row_max, KEY)
     tiled_ = harness.run(one_tile, problem, arrays, chosen, row_max, KEY)
@@ -134,7 +154,22 @@ def test_tiled_in_one_step_equals_dense_bit_for_bit(choice: str) -> None:
         np.testing.assert_array_equal(tiled_[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("choice", EVERY_CHOICE)
+# Choices that a tile could change: random bits by position, scales of blocks and of arrays, what
+# steps round, and each sum over the steps of a backward pass.
+OF_TILES = {
+    "stochastic_output-standard",
+    "transformer_engine_fp8-standard",
+    "flash_attention_3_fp8-standard",
+    "published_eager-standard",
+    "corrected_after_cast-standard",
+    "matched-standard",
+    "published-published",
+    "flash_attention_3-lazy_max",
+}
+assert EVERY_CHOICE.keys() >= OF_TILES
+
+
+@pytest.mark.parametrize("choice", sorted(OF_TILES))
 def test_block_sizes_do_not_change_the_arithmetic(choice: str) -> None:
     problem = harness.CASES["both_lengths_repeated_maxima"]
     arrays = harness.inputs(problem)

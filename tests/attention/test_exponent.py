@@ -63,15 +63,21 @@ def test_each_exponent_is_there(name: str, pair: tuple[str, str]) -> None:
     assert REACHED[name] <= closer(results[1], second, first)
 
 
-@pytest.mark.parametrize("name", ["exact", "m_and_l, P̄ in bfloat16"])
-def test_either_exponent_is_there_in_the_gpu_kernels(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "exponents"),
+    [
+        ("exact", ("scale_first", "shift_first")),
+        ("m_and_l, P̄ in bfloat16", ("shift_first", "scale_first")),
+    ],
+)
+def test_either_exponent_is_there_in_the_gpu_kernels(name: str, exponents: tuple[str, str]) -> None:
+    """In P of the backward pass, and in P̄ of the forward pass, where the next test has another."""
     calls = [
-        kernel_call("gpu", CASE, n, sizes=harness.GPU_TALL) for n in by_exponent(NUMERICS[name])
+        kernel_call("gpu", CASE, n, sizes=harness.GPU_TALL)
+        for n in by_exponent(NUMERICS[name], *exponents)
     ]
-    scale, shift = (run_plain(CASE, call) for call in calls)
-    results = [run(CASE, call) for call in calls]
-    assert REACHED[name] <= closer(results[0], scale, shift)
-    assert REACHED[name] <= closer(results[1], shift, scale)
+    on, off = (run_plain(CASE, call) for call in calls)
+    assert REACHED[name] <= closer(run(CASE, calls[0]), on, off)
 
 
 @pytest.mark.parametrize("implementation", ["tiled_odd", "gpu"])

@@ -43,7 +43,7 @@ def exported(dimensions: str, *, gradient: bool, **options: Any) -> tuple[Any, A
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize(
-    ("case", "gradient"), [*((case, True) for case in OPTIONS), ("full", False), ("steps", False)]
+    ("case", "gradient"), [(case, case not in ("full", "steps")) for case in OPTIONS]
 )
 def test_symbolic_lengths(case: str, gradient: bool) -> None:
     """Lengths below one tile and of several tiles, with as many queries as keys or not."""

@@ -47,11 +47,9 @@ class Case:
 
 
 CASES = {
-    "full": Case(),
     "causal": Case(is_causal=True),
     "grouped": Case(heads=4, is_causal=True),
     "window": Case(is_causal=True, window=(9, 0)),
-    "more keys": Case(rows=33, keys=90, is_causal=True),
     "rows without keys": Case(rows=90, keys=40, window=(9, 3)),
     "rows of -1e6": Case(is_causal=True, padding=13),
     "dynamic": Case(is_causal=True, row_max="dynamic_max"),
@@ -134,7 +132,6 @@ def rms(x: np.ndarray) -> float:
     ("case", "name"),
     [
         *((case, "matched") for case in CASES),
-        ("rows without keys", "matched_float32_output"),
         ("small steps", "matched_float32_output"),
     ],
 )
@@ -262,8 +259,8 @@ def test_multiply_adds_of_the_distance_are_rounded_once() -> None:
 
 
 HARNESS_CASES = (
-    *("causal", "gqa_head_32", "both_lengths", "causal_window", "mask_empty_rows_and_blocks"),
-    *("bias", "large_positive_scores", "large_negative_scores", "bfloat16_repeated_maxima"),
+    *("causal_window", "mask_empty_rows_and_blocks", "bias_of_heads"),
+    *("large_positive_scores", "large_negative_scores", "bfloat16_repeated_maxima"),
 )
 
 

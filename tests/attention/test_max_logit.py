@@ -45,6 +45,10 @@ OTHER_MAXIMA_OF = [
     ("tpu", "rounded m"),
 ]
 
+# Where the other results are also compared with those of a call without the largest score.
+BITS_KEPT = [(name, "lazy_max") for name in ("tiled_odd", "dense")]
+BITS_KEPT += [("gpu", "whole_max"), ("tpu", "published_max")]
+
 
 @pytest.mark.parametrize(("implementation", "choice"), OTHER_MAXIMA_OF)
 def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) -> None:
@@ -56,7 +60,8 @@ def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) 
     if choice == "rounded scores":
         within += 2**-8 * np.abs(expected[np.isfinite(expected)]).max()
     check(found, expected, within)
-    # The other results keep their bits.
+    if (implementation, choice) not in BITS_KEPT:
+        return
     for result, without in zip(results, calls(how, problem, arrays, chosen, row_max), strict=True):
         np.testing.assert_array_equal(result, without)
 
@@ -73,8 +78,11 @@ def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str)
     check(found, exact(problem, arrays), tolerance(problem, arrays))
 
 
-@pytest.mark.parametrize("rule", [STANDARD, numerics.DynamicMax()], ids=str)
-@pytest.mark.parametrize("implementation", harness.KERNELS)
+@pytest.mark.parametrize(
+    ("implementation", "rule"),
+    [("gpu", numerics.DynamicMax()), ("tpu", STANDARD), ("tpu", numerics.DynamicMax())],
+    ids=str,
+)
 def test_steps_of_several_tiles_have_the_same(implementation: str, rule: RowMax) -> None:
     how = harness.IMPLEMENTATIONS[implementation]
     how = dataclasses.replace(how, kv_block=2 * how.tile)

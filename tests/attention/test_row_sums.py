@@ -113,7 +113,7 @@ WITH_EVERY_WAY = presets_with_every_choice([n for n in NEAREST if n not in PROBA
 
 # A rule moves m, which matters where m or S − m is rounded.
 RULES = [*((preset, StandardMax()) for preset in dict.fromkeys((*WITH_EVERY_WAY, "flash")))]
-RULES += [(preset, DynamicMax()) for preset in ("flash", "published_eager", "matched")]
+RULES += [(preset, DynamicMax()) for preset in ("published_eager", "matched")]
 
 
 @pytest.mark.parametrize(("preset", "rule"), RULES)
@@ -207,9 +207,7 @@ def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) 
     return dbias, dq
 
 
-@pytest.mark.parametrize(
-    "name", ["flash", "published_eager", "normalized_delta", "corrected_after_cast"]
-)
+@pytest.mark.parametrize("name", ["published_eager", "normalized_delta", "corrected_after_cast"])
 def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) -> None:
     r = np.random.default_rng(0)
     q, k, v, do = (r.standard_normal((2, 40, 2, 16)).astype(np.float32) for _ in range(4))
@@ -242,16 +240,10 @@ def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) ->
 COARSE = numerics.FLASH.replace(output="bf16_m3", dp="bfloat16", grads="float32")
 WIDE = {"bias": (True, True, True)}
 CASES = {
-    "full": harness.Case(**WIDE),
     "lengths": harness.Case(key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True, **WIDE),
     "empty rows": harness.Case(mask="empty", heads=4, kv_heads=2, **WIDE),
 }
-IMPLEMENTATIONS_AND_CASES = [
-    ("dense", "full"),
-    ("dense", "empty rows"),
-    ("tiled_odd", "lengths"),
-    ("tiled_odd", "empty rows"),
-]
+IMPLEMENTATIONS_AND_CASES = [("dense", "empty rows"), ("tiled_odd", "lengths")]
 
 
 def without_dlse(case: harness.Case, arrays: harness.Arrays, how: Any, num: Numerics) -> np.ndarray:

@@ -32,10 +32,9 @@ CASE = harness.Case(
     values="repeated_maxima",
 )
 SIZES = [
-    ("dense", "flash"),
-    *(("tiled_odd", name) for name in ("exact", "flash_attention_3", "matched")),
-    *((name, "normalized_delta") for name in ("tiled_odd", "gpu")),
-    ("gpu", "matched"),
+    ("dense", "flash_attention_3"),
+    *(("tiled_odd", name) for name in ("matched", "normalized_delta")),
+    ("gpu", "normalized_delta"),
 ]
 
 
@@ -162,8 +161,9 @@ def test_the_gradient_has_the_format_of_the_sinks() -> None:
         assert (gradient < -0.1).all()
 
 
-@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
-@pytest.mark.parametrize("delta", ["normalized", "after_cast"])
+@pytest.mark.parametrize(
+    ("implementation", "delta"), [("dense", "after_cast"), ("tiled_odd", "normalized")]
+)
 def test_row_sums_without_the_sink_are_noticed(
     implementation: str, delta: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

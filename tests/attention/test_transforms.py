@@ -143,11 +143,10 @@ def plain_second_derivatives(is_causal: bool) -> Inputs:
 # `dense` and `tiled` share what rounds; only `tiled` has loops.
 KINDS = [
     ("dense", "exact", "standard", True),
-    ("dense", "auxiliary_output", "standard", True),
     ("dense", "stochastic_output", "standard", True),
     ("dense", "standard", "standard", False),
+    ("dense", "matched", "dynamic_max", True),
     ("tiled", "published", "published", True),
-    ("tiled", "matched", "dynamic_max", True),
 ]
 
 
@@ -177,17 +176,6 @@ def test_what_tiled_differentiates_rounds_the_same_values(seen: dict[str, Any]) 
     beside_second, _ = jax.jit(lambda: jax.jvp(jax.grad(function), (x,), (x,)))()
     for name, x in first.items():
         np.testing.assert_array_equal(beside_second[name], x, err_msg=name)
-
-
-def test_hessian() -> None:
-    def of_query(function: Callable[[Inputs], jax.Array], q: jax.Array) -> jax.Array:
-        return function(inputs() | {"q": inputs()["q"].at[0, 5, 0].set(q)})
-
-    q = inputs()["q"][0, 5, 0]
-    chosen = functools.partial(loss, "tiled", numerics.FLASH, numerics.StandardMax())
-    result = quick_jit(jax.hessian(functools.partial(of_query, chosen)))(q)
-    exact = quick_jit(jax.hessian(functools.partial(of_query, plain_loss)))(q)
-    assert np.linalg.norm(result - exact) <= 16 * 2.0**-9 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
@@ -327,8 +315,8 @@ def test_kernels_refuse_the_check_of_shard_map(implementation: str) -> None:
     assert jax.eval_shape(unchecked, *args).shape == args[0].shape
 
 
-@pytest.mark.parametrize("implementation", ["dense", "tiled", None])
-def test_a_traced_scale_is_multiplied_where_a_number_is(implementation: str | None) -> None:
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_a_traced_scale_is_multiplied_where_a_number_is(implementation: str) -> None:
     def gradients(x: Inputs, scale: Any) -> tuple[jax.Array, Inputs]:
         def value(x: Inputs) -> jax.Array:
             y = x | {"scale": scale}
@@ -343,8 +331,7 @@ def test_a_traced_scale_is_multiplied_where_a_number_is(implementation: str | No
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("delta", ["dp_p", "after_cast"])
-@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+@pytest.mark.parametrize(("implementation", "delta"), [("dense", "dp_p"), ("tiled", "after_cast")])
 def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str, delta: str) -> None:
     x = {name: y for name, y in inputs().items() if name != "scale"}
     q, k, v, bias = (np.asarray(x[name], np.float64) for name in ("q", "k", "v", "bias"))

@@ -1,17 +1,23 @@
 """Fixtures that the tests of `check` share."""
 
+import functools
 import pickle
 
 import pytest
 
-from lowprec_attn.check import candidates
+from lowprec_attn.check import candidates, measure, problems, trials
 
 _FOUND = {}
 
 
+@functools.lru_cache(maxsize=256)
+def _exact(pickled):
+    return measure.exact(pickle.loads(pickled))
+
+
 @pytest.fixture(autouse=True)
-def emulated_once(monkeypatch):
-    """Caches emulations, because many kernels are checked on the same problems."""
+def computed_once(monkeypatch):
+    """Caches exact results and emulations, as many kernels are checked on the same problems."""
     run = candidates.Emulation.run
 
     def remembered(emulation, numerics, tile=None):
@@ -21,6 +27,7 @@ def emulated_once(monkeypatch):
         return _FOUND[key]
 
     monkeypatch.setattr(candidates.Emulation, "run", remembered)
+    monkeypatch.setattr(trials, "exact", lambda problem: _exact(pickle.dumps(problem)))
 
 
 @pytest.fixture
@@ -33,3 +40,19 @@ def few_candidates(monkeypatch):
     )
     monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
     monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
+
+
+@pytest.fixture
+def few_features(monkeypatch):
+    """Leaves out problems of other lengths, heads and masks, each of which is compiled anew.
+
+    Other tests have these in functions that are right and in planted bugs.
+    """
+    made, variants = problems.features, {"window", "soft_cap", "sinks", "bias", "lse"}
+    monkeypatch.setattr(
+        problems,
+        "features",
+        lambda *args, **options: [
+            p for p in made(*args, **options) if p.needs & variants or p.name == "a batch"
+        ],
+    )

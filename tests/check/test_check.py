@@ -37,7 +37,19 @@ def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, bug=None, **fiel
 
 
 @pytest.fixture
-def few_candidates(monkeypatch):
+def few_core_problems(monkeypatch):
+    """Leaves out core problems that lie between others, so that all tests here share operations."""
+    made = problems.core
+    kept = {problems.up_to(score, "normal inputs") for score in (4e0, 1e4)}
+    kept |= {problems.up_to(score) for score in (1e1, 1e2)}
+    kept |= {"two keys a row", "all scores near +1,000"}
+    monkeypatch.setattr(
+        problems, "core", lambda *args, **of: [p for p in made(*args, **of) if p.name in kept]
+    )
+
+
+@pytest.fixture
+def few_candidates(few_core_problems, monkeypatch):
     """Tries three presets only, and no tile, exponent or change of a preset."""
     presets = candidates.Emulation.presets
 
@@ -51,24 +63,18 @@ def few_candidates(monkeypatch):
 
 @pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "hidden scores are −1e4"])
-def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
+def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug, request):
+    if any(word in bug for word in ("window", "soft cap", "bias", "sink", "lse")):
+        request.getfixturevalue("few_features")
     report = checked(bug=bug, backwards=len(bug) % 2 == 0)
     assert report.state == "bug"
     names = [found.name.lower() for found in report.bugs]
     assert any(BUGS[bug] in name for name in names), names
 
 
+@pytest.mark.usefixtures("few_core_problems")
 @pytest.mark.parametrize(
-    "name",
-    [
-        "exact",
-        "flash",
-        "halves_output",
-        "normalized_delta",
-        "jax_nn",
-        "probe",
-        "flash with dp=bfloat16",
-    ],
+    "name", ["exact", "flash", "normalized_delta", "jax_nn", "flash with dp=bfloat16"]
 )
 def test_a_planted_arithmetic_is_told(name):
     report = checked(name, tile=32)
@@ -76,7 +82,7 @@ def test_a_planted_arithmetic_is_told(name):
     found = report.arithmetic
     assert name in (found.name, *found.alike)
     assert found.explains
-    has_risk = name in ("flash", "halves_output", "probe", "flash with dp=bfloat16")
+    has_risk = name in ("flash", "flash with dp=bfloat16")
     assert (report.state == "risk") == has_risk
 
 
@@ -95,16 +101,26 @@ def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
     assert candidates.Match(None, {}, {}).distance == np.inf
 
 
+@pytest.fixture
+def presets_alone(few_core_problems, monkeypatch):
+    """Tries every preset, and no tile, exponent or change of one."""
+    monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
+    monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
+
+
+@pytest.mark.usefixtures("presets_alone")
 def test_float16_is_told_from_its_presets():
     report = checked("delta_dp_p", dtype="float16")
     assert report.bugs == () and report.arithmetic.name == "delta_dp_p"
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_float32_without_roundings_is_exact():
     report = checked("exact", dtype="float32")
     assert report.state == "right" and report.arithmetic.name == "exact"
 
 
+@pytest.mark.usefixtures("presets_alone")
 def test_jax_nn_has_no_bug_and_its_report_fits_the_terminal(capsys, tmp_path):
     files = [f"--json={tmp_path / 'a.json'}", f"--html={tmp_path / 'a.html'}"]
     code = main(["check", "jax.nn:xla", "--tokens=64", "--head-size=32", *files])
@@ -120,6 +136,7 @@ def test_jax_nn_has_no_bug_and_its_report_fits_the_terminal(capsys, tmp_path):
     assert "jax_nn" in (tmp_path / "a.html").read_text()
 
 
+@pytest.mark.usefixtures("presets_alone", "few_features")
 def test_the_default_arithmetic_here_is_a_risk_with_its_cures(capsys):
     options = ["--tokens=64", "--head-size=32", "--numerics=flash"]
     assert main(["check", "lowprec_attn:tiled", *options]) == 3

@@ -63,13 +63,9 @@ def forward_of(chosen: Numerics, rule: str, sizes: Any = harness.GPU_TILES) -> h
     )
 
 
-@pytest.mark.parametrize(
-    ("preset", "rule"), [*(("published_eager", rule) for rule in RULES), ("flash", "dynamic_max")]
-)
-def test_tiles_of_a_step_do_not_change_a_bit(
-    preset: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = PRESETS[preset].replace(row_sum="rounded")
+@pytest.mark.parametrize("rule", ["published", "dynamic_max"])
+def test_tiles_of_a_step_do_not_change_a_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = PRESETS["published_eager"].replace(row_sum="rounded")
     whole = forward_of(chosen, rule, WHOLE)
     split(monkeypatch)
     for name, x in forward_of(chosen, rule).items():
@@ -89,9 +85,7 @@ def test_ties_in_different_tiles_count(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("flash", "dynamic_max", 32),
         ("published", "standard", "all"),
-        ("published", "published", 32),
         ("published_eager", "dynamic_max", 48),
-        ("auxiliary_output", "standard", 48),
         ("normalized_delta", "standard", 32),
     ],
 )
@@ -105,15 +99,15 @@ def test_long_steps_are_as_accurate_as_plain(preset: str, rule: str, kv_block: K
     harness.check(result, plain, oracle)
 
 
-@pytest.mark.parametrize("keys", [32, 48, 64, 80, 90])
+@pytest.mark.parametrize("keys", [64, 80, 90])
 def test_the_keys_of_a_last_step_count(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it holds only whole tiles of 16 keys, none of which needs a mask."""
     split(monkeypatch)
     case = harness.Case(batch=1, rows=24, keys=keys)
-    call = call_of(case, PRESETS["published"], kv_block=64)
+    call = call_of(case, PRESETS["published"], kv_block=64, backward=False)
     result = harness.as_float32(compiled.__wrapped__(call)(*operands_of(case)))
     plain, oracle = run_plain(case, call), harness.oracle(case, harness.inputs(case))
-    harness.check(result, plain, oracle)
+    harness.check(result, *({name: x[name] for name in result} for x in (plain, oracle)))
 
 
 def test_a_step_is_arithmetic() -> None:

@@ -11,10 +11,18 @@ from typing import Any
 import harness
 import kernel_calls
 import pytest
-from compiling import slow_among
 from harness import KERNELS, Case
 from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
-from points import CHOICES, KERNEL_GROUPS, KERNEL_POINTS, ROUNDINGS, closer, with_points
+from points import (
+    CHOICES,
+    KERNEL_GROUPS,
+    KERNEL_POINTS,
+    ROUNDINGS,
+    TOGETHER,
+    check_together,
+    closer,
+    with_points,
+)
 
 from lowprec_attn.numerics import EXACT, Numerics
 
@@ -71,14 +79,9 @@ def test_a_rounding_is_there_alone(kernels: str, point: str) -> None:
     check_point(kernels, result_with(kernels, point), point)
 
 
-# A point that acts in both passes, and a point at an operand of a product.
-MUTANTS = list(itertools.product(KERNELS, KERNEL_POINTS))
-FAST_MUTANTS = [("gpu", "scores"), ("tpu", "ds")]
-
-
-@pytest.mark.parametrize(
-    "mutant_of", slow_among(MUTANTS, [m for m in MUTANTS if m not in FAST_MUTANTS]), ids="-".join
-)
+# `closer` fails in the tests above where a rounding is missing; this shows it for each.
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant_of", list(itertools.product(KERNELS, KERNEL_POINTS)), ids="-".join)
 def test_a_mutant_that_skips_the_rounding_is_noticed(
     mutant_of: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,12 +102,6 @@ def test_a_mutant_that_skips_the_rounding_is_noticed(
 # Presets differ in the other choices, and test_kernels.py tells presets apart.
 SERVED = [name for name in CHOICES if "normalize_probs" not in name]
 DECLINED_ON_TPU = ("mean_key", "whole_max", "recomputed_probs", "divided_in_dv")
-IN_NO_PRESET_ALONE = (
-    "delta=do_o_storage",
-    "row_sum=rounded",
-    "mean_key=subtracted",
-    "divided_in_dv=do",
-)
 OF_KERNELS = [
     (kernels, name)
     for kernels in KERNELS
@@ -113,16 +110,24 @@ OF_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "choice_of",
-    slow_among(OF_KERNELS, [x for x in OF_KERNELS if x[1] not in IN_NO_PRESET_ALONE]),
-    ids="-".join,
-)
-def test_choice_is_there(choice_of: tuple[str, str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("choice_of", OF_KERNELS, ids="-".join)
+def test_choice_is_there_alone(choice_of: tuple[str, str]) -> None:
     kernels, choice = choice_of
     case, (chosen, otherwise, reached) = CASES[kernels], CHOICES[choice]
     on, off = (run_plain(case, call_of(kernels, n)) for n in (chosen, otherwise))
     assert closer(run(case, call_of(kernels, chosen)), on, off) == reached
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [("gpu", "do, do_o_storage, subtracted"), ("tpu", "do_o_storage, row_sum")],
+)
+def test_choices_are_there(kernels: str, name: str) -> None:
+    """Those that no preset of test_kernels.py has without others."""
+    case = CASES[kernels]
+    result = run(case, call_of(kernels, TOGETHER[name][0]))
+    check_together(name, result, lambda chosen: run_plain(case, call_of(kernels, chosen)))
 
 
 def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:
@@ -136,16 +141,27 @@ def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation(
     assert closer(result, on, off) == result.keys()
 
 
-ALONE = [
-    ("delta_value", "f32_m10:error_positive"),
-    ("output", "bfloat16:toward_zero"),
-    *itertools.product(("probs", "lse", "output", "dp"), ("bf16_m2", "bfloat16:error_positive")),
-]
+MODES = {
+    "delta_value": "f32_m10:error_positive",
+    "output": "bfloat16:toward_zero",
+    "dp": "bfloat16:error_positive",
+}
 
 
-@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[3:-2]), ids=":".join)
-def test_a_shortened_significand_or_an_injected_error_at_one_point(alone: tuple[str, str]) -> None:
-    point, rounding = alone
+def test_other_modes_round_otherwise_where_they_should() -> None:
+    """Each is looked for with the others on, next to the same format to nearest."""
+    chosen = EXACT.replace(**MODES)
+    result, on = (of(CAUSAL, call_of("gpu", chosen)) for of in (run, run_plain))
+    for point, text in MODES.items():
+        nearest = chosen.replace(**{point: text.partition(":")[0]})
+        off = run_plain(CAUSAL, call_of("gpu", nearest))
+        assert closer(result, on, off) == reached_by(point, result), point
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["bf16_m2", "bfloat16:error_positive"])
+@pytest.mark.parametrize("point", ["probs", "lse", "output", "dp"])
+def test_a_shortened_significand_or_an_injected_error_alone(point: str, rounding: str) -> None:
     fmt, injected, _ = rounding.partition(":")
     other = fmt if injected else "bfloat16"
     chosen, nearest = (EXACT.replace(**{point: text}) for text in (rounding, other))

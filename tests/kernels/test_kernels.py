@@ -20,18 +20,16 @@ from kernel_calls import (
     REPEATED,
     RULES,
     check_accuracy,
-    compiled,
     kernel_call,
     run,
     run_plain,
 )
-from points import KERNEL_POINTS, closer, presets_with_every_choice
+from points import KERNEL_POINTS, closer
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Extras
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT
-from pallas_kernels.problem import Problem
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
 pytestmark = [
@@ -56,15 +54,15 @@ PRESETS_OF_KERNELS = [
     for preset in PRESETS
     if kernels == "gpu" or "matched" not in preset
 ]
-# `exact` runs the cases of test_attention.py. Every other choice occurs in one of these presets.
+# Every choice occurs in one of these presets, except where another test has it. `exact` runs the
+# cases of test_attention.py, and random bits have a test below. test_kernel_points.py and
+# test_cap_sinks_values.py have `matched` and an auxiliary O on the GPU, and test_tpu_kernels.py has
+# `published_eager` and the corrections of δ on the TPU.
 FAST_PRESETS = [
-    (kernels, preset)
-    for kernels in KERNELS
-    for preset in (
-        "flash",
-        *presets_with_every_choice([of for name, of in PRESETS_OF_KERNELS if name == kernels]),
-    )
-    if preset != "exact"
+    *(("gpu", name) for name in ("published_eager", "published_as_compiled", "delta_dp_p")),
+    *(("gpu", name) for name in ("normalized_delta", "corrected_after_cast")),
+    *(("tpu", name) for name in ("published_as_compiled", "delta_dp_p")),
+    *(("tpu", name) for name in ("auxiliary_output", "halves_output")),
 ]
 
 
@@ -91,23 +89,18 @@ OTHER_RULES = [name for name in RULES if name != "standard"]
 RULES_OF_PRESETS = [(*of, rule) for of in PRESETS_OF_KERNELS for rule in OTHER_RULES]
 
 
-def is_fast(preset: str, rule: str) -> bool:
-    """Whether the rule with this preset is not a slow test.
-
-    Rules act in the forward pass, so they are tried with the forward pass of `flash` and with that
-    of the public code and its own rules. The next test has the lazy rule, in a case where it
-    differs from the standard rule. With rounded scores and m, test_tpu_row_max.py,
-    test_gpu_row_max.py and the bits of test_tpu_kernels.py have each rule.
-    """
-    return (preset == "flash" and rule != "lazy_max") or (preset, rule) in (
-        ("published", "published"),
-        ("published_eager", "dynamic_max"),
-    )
+# Rules act in the forward pass, so they are tried with that of `flash` and with that of the public
+# code. The next test has the lazy rule, in a case where it differs from the standard rule. On the
+# TPU, test_tpu_kernels.py has the bits of each rule; test_gpu_steps.py has others on the GPU.
+FAST_RULES = [
+    *(("gpu", "flash", rule) for rule in OTHER_RULES if rule != "lazy_max"),
+    ("gpu", "published", "published"),
+]
 
 
 @pytest.mark.parametrize(
     "rule_of",
-    slow_among(RULES_OF_PRESETS, [x for x in RULES_OF_PRESETS if not is_fast(*x[1:])]),
+    slow_among(RULES_OF_PRESETS, [x for x in RULES_OF_PRESETS if x not in FAST_RULES]),
     ids="-".join,
 )
 def test_presets_with_other_rules_are_as_accurate_as_plain(rule_of: tuple[str, str, str]) -> None:
@@ -202,29 +195,14 @@ TALL: dict[str, tuple[Case, Any, str, Any]] = {
 }
 
 
-def check_tiles(kernels: str, *, backward: bool) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tiles_do_not_change_the_arithmetic(kernels: str) -> None:
     case, chosen, rule, tall = TALL[kernels]
-    options = {"backward": backward}
     a, b = (
-        run(case, kernel_call(kernels, case, chosen, RULES[rule], **options, **sizes))
+        run(case, kernel_call(kernels, case, chosen, RULES[rule], **sizes))
         for sizes in ({}, {"sizes": tall})
     )
     harness.check_same(b, a, max(case.rows, case.keys))
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_tiles_do_not_change_the_arithmetic(kernels: str) -> None:
-    check_tiles(kernels, backward=True)
-
-
-def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Problem, "masked_step_changes_nothing", True)
-    compiled.cache_clear()
-    with pytest.raises(AssertionError):
-        check_tiles("tpu", backward=False)
-    compiled.cache_clear()
 
 
 @pytest.mark.parametrize(

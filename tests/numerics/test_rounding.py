@@ -29,6 +29,10 @@ from lowprec_attn.numerics import FORMATS, counter_bits, round_to
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
+# One line of code drops bits of the longer significands: the ends, TF32 and one between.
+SOME_LONG = ("f32_m8", "f32_m10", "f32_m15", "f32_m22")
+assert set(SOME_LONG) < set(LONG)
+
 
 def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
     """Checks that bits are equal, including signed zeros; any two NaNs count as equal."""
@@ -39,8 +43,10 @@ def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fmt", NARROW)
-def test_nearest_agrees_with_the_oracle_on_every_boundary(fmt: str) -> None:
-    x = boundaries(fmt)
+def test_nearest_agrees_with_the_oracle_on_every_boundary_and_random_patterns(fmt: str) -> None:
+    rng = np.random.default_rng(1)
+    patterns = rng.integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)
+    x = np.concatenate([boundaries(fmt), patterns])
     assert_same_bits(optimized(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
 
 
@@ -51,14 +57,7 @@ def test_nearest_does_not_depend_on_how_it_is_called(fmt: str, how: Callable) ->
     assert_same_bits(how(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
 
 
-@pytest.mark.parametrize("fmt", NARROW)
-def test_nearest_agrees_with_the_oracle_on_random_patterns(fmt: str) -> None:
-    rng = np.random.default_rng(1)
-    x = rng.integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)
-    assert_same_bits(optimized(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
-
-
-@pytest.mark.parametrize("fmt", LONG)
+@pytest.mark.parametrize("fmt", SOME_LONG)
 def test_nearest_agrees_with_the_oracle_beyond_bfloat16(fmt: str) -> None:
     x = sampled_boundaries(fmt)
     result = optimized(lambda x: round_to(x, fmt))(jnp.asarray(x))
@@ -176,7 +175,7 @@ def test_toward_zero_is_the_largest_value_of_the_format_that_is_no_larger(fmt: s
     assert_same_bits(result, oracle)
 
 
-@pytest.mark.parametrize("fmt", LONG)
+@pytest.mark.parametrize("fmt", SOME_LONG)
 def test_toward_zero_drops_bits_beyond_bfloat16(fmt: str) -> None:
     x = sampled_boundaries(fmt)
     x = x[~np.isnan(x)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import harness
 import numpy as np
@@ -128,6 +128,74 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         FORWARD,
     ),
 }
+
+
+# The same choices in few programs: each is looked for with the others on. It is named by what
+# stands in its place without it, and the results that it reaches follow.
+Together = tuple[Numerics, dict[tuple[str, str], set[str]]]
+TOGETHER: dict[str, Together] = {
+    "do, do_o_storage, subtracted": (
+        MATCHED.replace(
+            divided_in_dv="do", delta="do_o_storage", saved_output="same", mean_key="subtracted"
+        ),
+        {
+            ("divided_in_dv", "probs"): {"dv"},
+            ("delta", "do_o"): {"dq", "dk"},
+            ("row_sum", "unrounded"): ALL,
+            ("mean_key", "kept"): {"dq"},
+        },
+    ),
+    "first_unrounded, auxiliary": (
+        EXACT.replace(
+            probs="bfloat16",
+            normalizer="bfloat16",
+            divisor="first_unrounded",
+            output="bfloat16",
+            saved_output="auxiliary",
+        ),
+        {("divisor", "rounded"): FORWARD, ("saved_output", "same"): {"dq", "dk"}},
+    ),
+    "recomputed, halves": (
+        ROUNDED_OUTPUT.replace(probs="bfloat16", recomputed_probs="rounded", saved_output="halves"),
+        {
+            ("recomputed_probs", "unrounded"): {"dq", "dk", "dv"},
+            ("saved_output", "same"): {"dq", "dk"},
+        },
+    ),
+    "normalized, subtracted": (
+        ROUNDED_OUTPUT.replace(ds="bfloat16", delta="normalized", mean_key="subtracted"),
+        {("delta", "do_o"): {"dq", "dk"}, ("mean_key", "kept"): {"dq"}},
+    ),
+    "after_cast": (
+        ROUNDED_OUTPUT.replace(ds="bfloat16", probs_bwd="bfloat16", delta="after_cast"),
+        {("delta", "do_o"): {"dq", "dk"}},
+    ),
+    "dp_p": (ROUNDED_OUTPUT.replace(delta="dp_p"), {("delta", "do_o"): {"dq", "dk"}}),
+    "do_o_storage, row_sum": (
+        ROUNDED_OUTPUT.replace(probs="bfloat16", row_sum="rounded", delta="do_o_storage"),
+        {("delta", "do_o"): {"dq", "dk"}, ("row_sum", "unrounded"): ALL},
+    ),
+    # The lower half has 8 bits, so the sum holds less than float32.
+    "halves, coarse": (
+        EXACT.replace(output="bf16_m1", saved_output="halves"),
+        {("saved_output", "float32"): {"dq", "dk"}},
+    ),
+    "float32, whole_max": (
+        EXACT.replace(output="bfloat16", probs="bfloat16", exponent="whole_max"),
+        {("saved_output", "same"): {"dq", "dk"}, ("exponent", "shift_first"): FORWARD},
+    ),
+}
+
+
+def check_together(
+    name: str, result: harness.Arrays, plain: Callable[[Numerics], harness.Arrays]
+) -> None:
+    """Checks that each choice is in the result; `plain` computes the same in NumPy."""
+    chosen, choices = TOGETHER[name]
+    on = plain(chosen)
+    for (field, other), reached in choices.items():
+        off = plain(chosen.replace(**{field: other}))
+        assert closer(result, on, off) == reached, field
 
 
 def with_points(*points: str) -> Numerics:
