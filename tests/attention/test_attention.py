@@ -388,7 +388,8 @@ def test_a_list_may_hold_traced_numbers(options: Any) -> None:
     def attend(n: Any) -> Any:
         return attention.dot_product_attention(q, q, q, numerics="exact", **options(n))
 
-    np.testing.assert_array_equal(jax.jit(attend)(2), attend(2))
+    # Two programs may fuse differently, so they may differ by a few bits.
+    np.testing.assert_allclose(jax.jit(attend)(2), attend(2), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -410,4 +411,4 @@ def test_a_list_may_lack_the_batch_axis(options: Any) -> None:
 
     expected = attend(2, (None,))[0]
     np.testing.assert_array_equal(attend(2), expected)
-    np.testing.assert_array_equal(jax.jit(attend)(2), expected)
+    np.testing.assert_allclose(jax.jit(attend)(2), expected, rtol=1e-6, atol=1e-6)

@@ -252,18 +252,18 @@ def test_heads_of_different_arithmetic_shards_and_attention_fn_have_them() -> No
 
 
 @pytest.mark.parametrize("module", [hopper, tpu], ids=["hopper", "tpu"])
-def test_kernels_without_values_of_another_size_say_so(
+def test_kernels_without_values_of_this_size_say_so(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "_unsupported_machine", lambda request: None)
-    q, v = (jax.ShapeDtypeStruct((1, 256, 1, size), jnp.bfloat16) for size in (128, 64))
+    q, v = (jax.ShapeDtypeStruct((1, 256, 1, size), jnp.bfloat16) for size in (64, 128))
     sizes = {hopper: harness.HOPPER_TILES, tpu: harness.TPU_TILES}[module]
     spec = Spec(
         numerics=FLASH, row_max=numerics.StandardMax(), scale=0.1, is_causal=True, block_sizes=sizes
     )
     assert module.unsupported(Request.of(q, q, Extras(), spec, q)) is None
-    told = "values of head size 64 with queries of 128"
-    assert module.unsupported(Request.of(q, q, Extras(), spec, v)) == told
+    told = "values of head size 128 with queries of 64"
+    assert (module.unsupported(Request.of(q, q, Extras(), spec, v)) or "").startswith(told)
 
 
 def test_tiles_are_those_of_the_larger_head_size_and_both_have_bounds() -> None:
