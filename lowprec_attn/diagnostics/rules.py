@@ -88,6 +88,10 @@ class Rule(NamedTuple):
             met &= ~(gradient < self.least_gradient * np.max(gradient))
         return np.where(met | is_nan, value, np.float32(-np.inf))
 
+    def is_met(self, signals: Signals) -> bool:
+        """Whether one of a layer's heads meets the rule, whether it warns or not."""
+        return bool(np.any(self.severity(signals) > -np.inf))
+
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
@@ -71,7 +69,7 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
 
     def has_it(layer: Signals) -> bool:
         if alone:
-            return bool(np.any(rule.severity(layer) > -np.inf))
+            return rule.is_met(layer)
         return any(alarm.rule is rule for alarm in found(layer))
 
     def first(record: ArmRecord) -> int | None:
