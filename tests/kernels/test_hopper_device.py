@@ -219,6 +219,25 @@ CALLS = {
         batch=16, heads=12, kv_heads=12, numerics=CORRECTED_AFTER_CAST
     ),
     "corrected_after_cast, packed": Call(packed=True, numerics=CORRECTED_AFTER_CAST),
+    "normalized_delta, m and l": Call(numerics=NORMALIZED_DELTA.replace(statistics="m_and_l")),
+    "normalized_delta, m and l, head 128": Call(
+        rows=640, keys=640, head_size=128, numerics=NORMALIZED_DELTA.replace(statistics="m_and_l")
+    ),
+    "corrected_after_cast, m and l": Call(
+        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l")
+    ),
+    "corrected_after_cast, m and l, head 256": Call(
+        rows=640,
+        head_size=256,
+        kv_block=64,
+        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l"),
+    ),
+    "corrected_after_cast, m and l, many tiles per program": Call(
+        batch=16,
+        heads=12,
+        kv_heads=12,
+        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l"),
+    ),
     "matched": Call(numerics=MATCHED),
     "matched, head 128": Call(rows=640, keys=640, head_size=128, kv_heads=2, numerics=MATCHED),
     "matched, head 256": Call(rows=640, head_size=256, kv_block=64, numerics=MATCHED),
@@ -409,6 +428,43 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
         assert error <= factor * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
         if what not in ("lse", "dsinks"):  # the same roundings, of almost equal numbers
             assert np.mean(result[what] == general[what]) > 0.98, what
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level(Call):
+    """A problem with all scores of some rows near −2²⁰, and the unit matrix as dO."""
+
+    batch: int = 1
+    rows: int = 64
+    keys: int = 192
+    is_causal: bool = False
+    large: int = 40  # rows; neither all of a tile nor those of whole warps
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        r = np.random.default_rng(3)
+        q, k = (np.asarray(x, np.float64) for x in super().arrays()[:2])
+        q[..., 2:], k[..., 2:] = (r.integers(-1, 2, x[..., 2:].shape) for x in (q, k))
+        q[..., :2], k[..., 0], k[..., 1] = 0, 0, 2**10 * self.head_size**0.5
+        q[:, : self.large, :, 1] = -(2**10)
+        do = np.broadcast_to(np.eye(self.rows)[None, :, None], q.shape)
+        return tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, np.ones(k.shape), do))
+
+
+@pytest.mark.parametrize("chosen", [NORMALIZED_DELTA, CORRECTED_AFTER_CAST, MATCHED], ids=str)
+def test_rows_of_p_sum_to_one_at_any_level(chosen: Numerics) -> None:
+    """With the unit matrix as dO, a row of dVᵀ sums to a row of P."""
+    call = Level()
+    assert call.rows == call.head_size
+    sums = {
+        statistics: call.run(hopper, numerics=chosen.replace(statistics=statistics, kv_block=64))[
+            "dv"
+        ].sum(axis=(0, 1)).T
+        for statistics in (["m_and_l"] if chosen == MATCHED else ["m_and_l", "lse"])
+    }  # fmt: skip
+    assert np.abs(sums["m_and_l"] - 1).max() <= 2.0**-7  # P and dV are rounded to bfloat16
+    if "lse" in sums:
+        assert np.abs(sums["lse"][: call.large] - 1).max() > 0.02
+        assert np.abs(sums["lse"][call.large :] - 1).max() <= 2.0**-7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
