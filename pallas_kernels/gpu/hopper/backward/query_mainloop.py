@@ -101,7 +101,7 @@ def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple
     # product rate at head size 128, where a wait between them left 81 %. It is slower at head size
     # 64, where the softmax takes longer than the products (17 to 22 %), in two stages (41 %), and
     # with two sums, because the assembler then inserts waits (67 to 92 %, its remark C7514):
-    # hopper/backward_15_h200.ndjson.
+    # hopper/backward_15_h200.ndjson.xz.
     def step(t: Array, before: Array | None) -> Array:
         end_step = None if before is None else partial(add, t - 1, before)
         return _ds(*_probs_and_dp(t, rows, end_step), rows).astype(rows.problem.dtype)

@@ -88,7 +88,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     # The first S of this tile and the last P̄V of the tile before share one turn of the ping-pong,
     # so that this tile's softmax hides that P̄V. FlashAttention-3 ends a tile before the next
     # begins. The overlap gains 6 % at GPT-2's shape where the softmax also counts ties, 1 % where
-    # it does not, and nothing with an early wait (results/hopper/tiles_16_h200.jsonl).
+    # it does not, and nothing with an early wait (results/hopper/tiles_16_h200.jsonl.xz).
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
     acc = constant((ROWS, rows.problem.value_size), 0, TILE)
