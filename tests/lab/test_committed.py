@@ -615,3 +615,105 @@ def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(e
         (",".join(map(str, draw(step).tolist())), "\n") for step in range(header["steps"])
     )
     assert hashlib.sha256("".join(starts).encode()).hexdigest() == header["data_order_sha256"]
+
+
+def _errors(run: records.ArmRecord, steps: list[int]) -> list[float]:
+    """The largest error of W_Q's gradient at each step, as `causes_figure` counts heads."""
+    found = []
+    for step in steps:
+        of = run.signals[step][causes_figure.LAYER]
+        true = np.array(of["query_weight_gradient_exact"])
+        errors = np.array(of["query_weight_gradient_error_from_total"])
+        found.append(float(np.max(errors[true > causes_figure.LEAST_GRADIENT])))
+    return found
+
+
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"
+
+
+_GONE_ON = (2000, 2250, 2500, 2750, 3000)
+
+
+def _runs_that_went_on() -> dict[str, list[records.ArmRecord]]:
+    """The runs that changed their arithmetic at step 2,000, and their controls, by arm."""
+    longer = records.read_all(RESULTS / "true_bfloat16" / "long_h200")
+    runs = [run for run in longer if run.arm.name in ("flash", "exact")]
+    runs += records.read_all(RESULTS / "true_bfloat16" / "why")
+    return {
+        name: [run for run in runs if run.arm.name == name] for name in {r.arm.name for r in runs}
+    }
+
+
+def test_the_page_of_runs_that_went_on_has_what_the_records_have():
+    page = (RESULTS / "true_bfloat16" / "why" / "README.md").read_text()
+    runs = _runs_that_went_on()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", page, re.MULTILINE))
+    assert set(rows) == set(runs)
+    exact = {run.seed: run.losses for run in runs["exact"]}
+    for name, cells in rows.items():
+        found = [
+            (
+                *(f"{run.largest('score_maximum', step, 1):,.0f}" for step in _GONE_ON),
+                str(sum(x > 512 for of in run.signals[3000] for x in of["score_maximum"])),
+                _two_digits(max(_errors(run, [*_GONE_ON[1:]]))),
+                f"{_behind(run, exact[run.seed]):+.4f}",
+            )
+            for run in runs[name]
+        ]
+        said = [cell.strip() for cell in cells.split("|")]
+        assert said == [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)], name
+
+
+def _behind(run: records.ArmRecord, control: dict[int, float]) -> float:
+    """The mean of the loss less the control's, over the records of steps 2,501 to 2,990."""
+    steps = [step for step in run.losses if 2500 < step < 3000 and step % 10 == 0]
+    assert len(steps) == 49
+    return float(np.mean([run.losses[step] - control[step] for step in steps]))
+
+
+def test_without_the_rounding_scores_that_ran_away_no_longer_grow():
+    """Also checks what docs/failure.md and docs/exploded.md say of it."""
+    runs = _runs_that_went_on()
+    ends, grown = {}, {}
+    for name, of_seeds in runs.items():
+        at = [[run.largest("score_maximum", step, 1) for step in _GONE_ON] for run in of_seeds]
+        ends[name] = [scores[-1] for scores in at]
+        grown[name] = [scores[-1] / scores[0] for scores in at]
+    for name in ("flash", "flash_then_exact", "flash_then_normalized"):
+        assert [run.seed for run in runs[name]] == [1, 2, 3]
+    assert 5.3 < min(grown["flash"]) < max(grown["flash"]) < 9
+    without = [*grown["flash_then_exact"], *grown["flash_then_normalized"]]
+    assert f"{min(without):.2f} to {max(without):.2f}" == "0.56 to 0.78"
+    (one,) = grown["exact_then_flash"]
+    assert one > 50
+
+    def span(name: str) -> str:
+        return f"{min(ends[name]):,.0f} to {max(ends[name]):,.0f}"
+
+    for page in ("failure.md", "exploded.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for name in ("flash", "flash_then_normalized"):
+            assert span(name) in text, (page, name)
+    assert span("flash_then_exact") in (ROOT / "docs" / "failure.md").read_text()
+
+
+def test_the_page_of_the_rates_has_what_the_records_have():
+    page = (RESULTS / "true_bfloat16" / "rates" / "README.md").read_text()
+    runs = {run.arm.name: run for run in records.read_all(RESULTS / "true_bfloat16" / "rates")}
+    steps = (2000, 4000, 5000, 5250, 5500, 6000, 6250)
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted([*runs] * 2)
+    for index, (name, cells) in enumerate(rows):
+        run, recorded = runs[name], [step for step in steps if step in runs[name].signals]
+        values = (
+            [f"{run.largest('score_maximum', step, 1):,.0f}" for step in recorded]
+            if index < 2
+            else [_two_digits(error) for error in _errors(run, recorded)]
+        )
+        assert [cell.strip() for cell in cells.split("|")] == values + ["–"] * (7 - len(values))
+    losses = [runs[name].losses for name in ("flash_1e3", "exact_1e3")]
+    steps = [step for step in losses[1] if step > 2000 and step % 10 == 0]
+    behind = [losses[0][step] - losses[1][step] for step in steps]
+    means = [np.mean(behind[i : i + 50]) for i in range(len(behind) - 49)]
+    assert max(np.abs(means)) < 0.0035
