@@ -3,6 +3,7 @@
 import datetime
 import fnmatch
 import json
+import lzma
 import os
 import platform
 import subprocess
@@ -75,14 +76,17 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """Reads the records that `write` wrote.
+    """Reads the records that `write` wrote, or such a file compressed as `.xz`.
 
     Raises:
       RunError: there is no such file, or it holds something else.
     """
     try:
-        records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+        content = path.read_bytes()
+        if path.suffix == ".xz":
+            content = lzma.decompress(content)
+        records = [json.loads(line) for line in content.decode("utf-8").splitlines()]
+    except (OSError, ValueError, lzma.LZMAError) as error:
         raise RunError(f"cannot read records from {path}: {error}") from error
     if not all(isinstance(record, dict) and "kind" in record for record in records):
         raise RunError(f"{path} does not hold records of this benchmark")

@@ -12,8 +12,6 @@ An implementation is a module with the first four of these functions, and may ha
                                                      into one array of this shape
   faster_elsewhere(request) -> (name, what) | None   a faster implementation, and the feature of
                                                      the request with which it is faster
-  only_if_named(request) -> str | None               names a feature that it serves only for callers
-                                                     that name the implementation
 
 An implementation without `packed_attention` receives the three planes of a packed array. The
 implementation that `faster_elsewhere` names is chosen instead if it serves the request and the

@@ -31,8 +31,8 @@ from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
-# `implementation=None` selects the first entry that supports the request unasked (`only_if_named`),
-# unless the module of that entry names a faster one for this request (`faster_elsewhere`).
+# `implementation=None` selects the first entry that supports the request, unless the module of that
+# entry names a faster one for this request (`faster_elsewhere`).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
@@ -133,22 +133,11 @@ def declined_by(request: Request, taken: str) -> list[str]:
     said = []
     for name in itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS):
         reason = IMPLEMENTATIONS[name].unsupported(request)
-        if reason is None and (what := _only_if_named(name, request)):
-            said.append(f"{name} has to be named for {what}")
-        elif reason is None and (faster := _faster_elsewhere(name, request)):
+        if reason is None and (faster := _faster_elsewhere(name, request)):
             said.append(f"{name} is slower with {faster[1]}")
         else:
             said.append(f"{name} does not support {reason}")
     return said
-
-
-def _only_if_named(name: str, request: Request) -> str | None:
-    """Names what `name` serves only for callers that name it, or returns None."""
-    module = IMPLEMENTATIONS[name]
-    if not hasattr(module, "only_if_named"):
-        return None
-    found: str | None = module.only_if_named(request)
-    return found
 
 
 def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
@@ -171,10 +160,6 @@ def resolve(request: Request, implementation: str | None = None) -> str:
       UnsupportedError: the named implementation declines the request, or, without a name, all do.
     """
     reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
-    if implementation is None:
-        for name in (name for name, reason in reasons.items() if reason is None):
-            if what := _only_if_named(name, request):
-                reasons[name] = f"{what}, unless implementation={name!r}"
     able = [name for name, reason in reasons.items() if reason is None]
     if implementation is None:
         if able:

@@ -24,7 +24,7 @@ docs/who_rounds_what.md.
 The backward pass of `FLASH` and of the presets made of it reads lse as one number, unless they save
 m and l. Rows whose scores are all near ± 1e6, as in padding that a bias of −1e9 hides, then get
 gradients that are wrong by a factor of up to the number of keys. A mask hides padding without that;
-`MATCHED` and `EXACT` save m and l.
+`NORMALIZED_DELTA`, `CORRECTED_AFTER_CAST`, `MATCHED` and `EXACT` save m and l.
 """
 
 FLASH_ATTENTION_3 = FLASH.replace(exponent="scale_first")
@@ -125,11 +125,17 @@ HALVES_OUTPUT = FLASH.replace(saved_output="halves")
 DELTA_DP_P = FLASH.replace(delta="dp_p")
 """`flash` with δ = rowsum(dP ∘ P), which does not read O at all."""
 
-NORMALIZED_DELTA = FLASH.replace(delta="normalized")
-"""`flash` with δ = Σ P dP / Σ P, computed in the backward pass, so that rows of dS sum to zero."""
+NORMALIZED_DELTA = FLASH.replace(delta="normalized", statistics="m_and_l")
+"""`flash` with δ = Σ P dP / Σ P, computed in the backward pass, so that rows of dS sum to zero.
 
-CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast")
-"""`flash` corrected so that rows of the rounded dS sum to zero (Chen et al., arXiv 2609.34272)."""
+Rows of P sum to one for scores of any size, because m and l are saved apart.
+"""
+
+CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast", statistics="m_and_l")
+"""`flash` corrected so that rows of the rounded dS sum to zero (Chen et al., arXiv 2609.34272).
+
+Rows of P sum to one for scores of any size, because m and l are saved apart.
+"""
 
 MATCHED = FLASH.replace(
     exponent="whole_max",

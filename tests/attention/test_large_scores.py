@@ -69,7 +69,10 @@ def test_padding_by_the_lowest_score_in_base_2(implementation: str, exponent: st
 
 @pytest.mark.parametrize(
     ("implementation", "preset"),
-    [("dense", "standard"), ("dense", "jax_nn"), ("dense", "matched"), ("tiled_odd", "matched")],
+    [
+        *(("dense", name) for name in ("standard", "jax_nn", "matched", "normalized_delta")),
+        *(("tiled_odd", name) for name in ("matched", "normalized_delta", "corrected_after_cast")),
+    ],
 )
 def test_presets_that_save_m_and_l_keep_their_probabilities(
     implementation: str, preset: str

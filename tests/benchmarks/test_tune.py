@@ -144,7 +144,7 @@ def test_tiles_of_the_table_were_timed_where_it_says(kernel: str, row: dict[str,
         for record in read(RECORDS / row["record"])
         if record.get("kernel") == kernel and sizes[record["shape"]] == head_size
     ]
-    if row["record"].endswith(".ndjson"):  # the script is not kept and wrote no fields
+    if ".ndjson" in row["record"]:  # the script is not kept and wrote no fields
         assert timed
         return
     assert any(hopper.tile_of(x) == tile and "seconds" in x for x in timed)
@@ -196,7 +196,7 @@ def test_a_kernel_is_timed_again_only_where_it_sees_a_difference() -> None:
     assert {(of.preset, of.row_max): kernels for of, kernels in plan} == {
         ("flash", "standard"): list(KERNELS),
         ("float32_output", "standard"): ["forward", "query_gradients"],
-        ("normalized_delta", "standard"): ["query_gradients"],
+        ("normalized_delta", "standard"): list(KERNELS),
         ("auxiliary_output", "standard"): ["forward"],
         ("matched", "standard"): list(KERNELS),
         ("corrected_after_cast", "standard"): ["query_gradients", "key_gradients"],

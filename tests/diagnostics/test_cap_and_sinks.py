@@ -32,7 +32,7 @@ ARITHMETIC = {
     "flash": numerics.FLASH,
     "published": numerics.PUBLISHED.replace(kv_block="all", tile_grads="float32"),
     "delta_dp_p": numerics.DELTA_DP_P.replace(dp="bfloat16"),
-    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16"),
+    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16", statistics="lse"),
 }
 norm = np.linalg.norm
 

@@ -73,8 +73,8 @@ ARITHMETIC = {
     "flash": numerics.FLASH,
     "published": numerics.PUBLISHED.replace(kv_block="all"),
     "delta_dp_p": numerics.DELTA_DP_P.replace(dp="bfloat16"),
-    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16"),
-    "corrected_after_cast": numerics.CORRECTED_AFTER_CAST.replace(dp="bfloat16"),
+    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16", statistics="lse"),
+    "corrected_after_cast": numerics.CORRECTED_AFTER_CAST.replace(dp="bfloat16", statistics="lse"),
     "value": numerics.FLASH.replace(value="float8_e4m3fn"),
     "mean_key": numerics.FLASH.replace(mean_key="subtracted"),
 }

@@ -34,7 +34,7 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dot_product_attention, tiled
-from lowprec_attn.attention.dispatch import UnsupportedError, declined_by, resolve
+from lowprec_attn.attention.dispatch import UnsupportedError, resolve
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
@@ -52,7 +52,6 @@ from lowprec_attn.numerics import (
     RowMax,
     StandardMax,
 )
-from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import (
     BackwardTile,
@@ -998,23 +997,28 @@ def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str)
 
 
 @needs_mosaic
-@pytest.mark.parametrize("sizes", [(192, 128), (128, 64)])
-def test_values_of_another_head_size_have_to_be_asked_for(
-    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("head_size", "value_size", "has_lengths", "name"),
+    [
+        (192, 128, False, "hopper"),
+        (128, 64, False, "hopper"),
+        (192, 128, True, "hopper"),
+        (128, 64, True, "gpu"),
+        (128, 128, True, "gpu"),
+    ],
+)
+def test_values_of_another_head_size_take_the_faster_kernels(
+    head_size: int, value_size: int, has_lengths: bool, name: str
 ) -> None:
-    head_size, value_size = sizes
-    asked = request(head_size=head_size, value_size=value_size, sizes=None, platform="cuda")
+    asked = request(
+        head_size=head_size,
+        value_size=value_size,
+        has_lengths=has_lengths,
+        sizes=None,
+        platform="cuda",
+    )
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
-        assert resolve(asked) == "gpu"
-        assert resolve(asked, "hopper") == "hopper"
-        named = f"hopper has to be named for values of head size {value_size} with queries of"
-        assert declined_by(asked, "gpu") == [f"{named} {head_size}"]
-        # Not even where the next one declines.
-        monkeypatch.setattr(gpu, "unsupported", lambda _: "anything")
-        assert resolve(asked) == "tiled"
-    spec = dataclasses.replace(asked.spec, block_sizes=SIZES)  # which only `hopper` takes
-    with pytest.raises(UnsupportedError, match="unless implementation='hopper'; gpu: anything"):
-        resolve(dataclasses.replace(asked, spec=spec))
+        assert resolve(asked) == name
 
 
 def test_tiles_of_values_of_another_head_size_are_those_of_two_pairs() -> None:

@@ -219,24 +219,9 @@ CALLS = {
         batch=16, heads=12, kv_heads=12, numerics=CORRECTED_AFTER_CAST
     ),
     "corrected_after_cast, packed": Call(packed=True, numerics=CORRECTED_AFTER_CAST),
-    "normalized_delta, m and l": Call(numerics=NORMALIZED_DELTA.replace(statistics="m_and_l")),
-    "normalized_delta, m and l, head 128": Call(
-        rows=640, keys=640, head_size=128, numerics=NORMALIZED_DELTA.replace(statistics="m_and_l")
-    ),
-    "corrected_after_cast, m and l": Call(
-        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l")
-    ),
-    "corrected_after_cast, m and l, head 256": Call(
-        rows=640,
-        head_size=256,
-        kv_block=64,
-        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l"),
-    ),
-    "corrected_after_cast, m and l, many tiles per program": Call(
-        batch=16,
-        heads=12,
-        kv_heads=12,
-        numerics=CORRECTED_AFTER_CAST.replace(statistics="m_and_l"),
+    "normalized_delta, lse": Call(numerics=NORMALIZED_DELTA.replace(statistics="lse")),
+    "corrected_after_cast, lse, many tiles per program": Call(
+        batch=16, heads=12, kv_heads=12, numerics=CORRECTED_AFTER_CAST.replace(statistics="lse")
     ),
     "matched": Call(numerics=MATCHED),
     "matched, head 128": Call(rows=640, keys=640, head_size=128, kv_heads=2, numerics=MATCHED),

@@ -80,6 +80,7 @@ ROWS = {
     "kohaku_fa": ("shift_first", "m_and_l"),
     "tokamax": ("scale_first", "m_and_l"),
     "jax_nn": (None, "m_and_l"),
+    **dict.fromkeys(("normalized_delta", "corrected_after_cast"), (None, "m_and_l")),
     "matched": ("whole_max", "m_and_l"),
     "matched_float32_output": ("whole_max", "m_and_l"),
 }
