@@ -109,14 +109,14 @@ def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
 
 
 def _write_title(axis: Axes, columns: int, title: str, *more: str) -> None:
-    lines = (_folded(line, columns) for line in (" ".join(title.split()), *more))
+    lines = (_folded(" ".join(title.split()), columns), *more)
     axis.set_title(plain("\n".join(lines)), fontsize=style.TITLE)
 
 
 def _folded(text: str, columns: int) -> str:
     """Breaks a text into lines that are as wide as a column."""
-    width = int(style.WIDTH * style.CHARACTERS_PER_INCH / columns) - 2
-    return textwrap.fill(text, width, break_long_words=False)
+    width = int(style.WIDTH * style.CHARACTERS_PER_INCH / columns) - 3
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
