@@ -65,7 +65,7 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
     lines = [Line2D([], [], color=style.ARM, label="a seed")]
     if control is not None:
         name = plain(titles[control.arm.name].replace("\n", " "))
-        name = _folded(f"negative control: {name}", 1)
+        name = _folded(f"negative control: {name}", 2)
         lines.append(Line2D([], [], color=style.CONTROL, label=name))
     if any(outcome.exploded for outcome in found):
         lines.append(Line2D([], [], **style.EXPLODED, label="explosion"))
