@@ -86,7 +86,7 @@ def _draw_bars(axis: Axes, names: Sequence[str], group: Sequence[Record]) -> Non
     axis.margins(x=0.35, y=0.01)
     axis.tick_params(axis="y", labelsize=style.SMALL)
     axis.locator_params(axis="x", nbins=3)
-    axis.set_xlabel("TFLOP/s", fontsize=style.TEXT)
+    axis.set_xlabel("TFLOP/s\n(more is better)", fontsize=style.TEXT)
 
 
 def _sweep(timed: Sequence[Record]) -> Figure:
@@ -95,7 +95,7 @@ def _sweep(timed: Sequence[Record]) -> Figure:
     axes = figure.subplots(len(PASSES), 1, squeeze=False)[:, 0]
     for axis, pass_name in zip(axes, PASSES, strict=True):
         rows = [{**r, "length": SHAPES[r["shape"]].length} for r in timed if r["pass"] == pass_name]
-        _draw_lines(axis, rows, "tflops", "TFLOP/s")
+        _draw_lines(axis, rows, "tflops", "TFLOP/s (more is better)")
         axis.set_title(f"Speed of the {_WORDS[pass_name]}", fontsize=style.TITLE)
     _legend(figure, axes[-1])
     return figure
@@ -105,7 +105,9 @@ def _memory(records: Sequence[Record]) -> Figure:
     """Draws MiB over T."""
     figure = Figure(figsize=(style.WIDTH, 4.4), layout="constrained")
     axis = figure.subplots()
-    _draw_lines(axis, records, "total_mib", "MiB: arguments, outputs and\ntemporaries")
+    _draw_lines(
+        axis, records, "total_mib", "MiB: arguments, outputs and\ntemporaries (less is better)"
+    )
     axis.set_yscale("log", base=10)
     axis.set_title(
         "Memory of the forward and backward pass,\nbatch 1, 12 heads of size 64",

@@ -60,7 +60,7 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
         axes[2 * (i // columns), i % columns].remove()
         axes[2 * (i // columns) + 1, i % columns].remove()
     for row in range(rows):
-        axes[2 * row, 0].set_ylabel("training loss")
+        axes[2 * row, 0].set_ylabel("training loss,\nnats a token")
         axes[2 * row + 1, 0].set_ylabel("largest |score|\nof any layer")
     lines = [Line2D([], [], color=style.ARM, label="a seed")]
     if control is not None:
@@ -104,8 +104,9 @@ def _grid(panels: int) -> tuple[int, int]:
 
 
 def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
-    """Writes above all panels how many tokens the runs have read."""
-    figure.suptitle(_folded(tokens_read(records), 1), fontsize=style.TEXT)
+    """Writes above all panels how many tokens the runs have read, and what is good."""
+    text = f"{tokens_read(records)} Low is good."
+    figure.suptitle(_folded(text, 1), fontsize=style.TEXT)
 
 
 def _write_title(axis: Axes, columns: int, title: str, *more: str) -> None:
@@ -160,6 +161,7 @@ def score_figure(
         _draw(axis, record, layer)
         axis.locator_params(axis="x", nbins=_TICKS)
         _write_title(axis, columns, titles[record.arm.name])
+        axis.tick_params(labelbottom=True)
     for axis in list(axes.flat)[len(records) :]:
         axis.remove()
     for axis in axes[:, 0]:
