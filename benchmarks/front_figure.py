@@ -44,7 +44,7 @@ COMPARED = (  # the arms that are compared with the control
     CURE,
 )
 NANOGPT = (
-    Line(("cudnn",), "cuDNN", style.BREAKS_TOO),
+    Line(("cudnn",), "cuDNN", style.BREAKS_TOO, "-."),
     Line(("flash",), "FlashAttention-2", style.BREAKS),
     Line(("float32",), "attention in float32", style.FLOAT32, ":"),
 )

@@ -15,6 +15,7 @@ from lowprec_attn.runs.pages.drawing import write_figure
 
 _OWN = ("hopper ", "gpu ", "tpu ", "tiled ")
 _WORDS = {"forward": "forward pass", "forward+backward": "forward and backward pass"}
+_MARKERS = "os^vD<>PX*p"  # one of its own for every line, for print
 _FEW_WORDS = {"forward": "forward pass", "forward+backward": "both passes"}
 
 
@@ -126,7 +127,7 @@ def _draw_lines(axis: Axes, rows: Sequence[Record], value: str, label: str) -> N
     names = list(dict.fromkeys(r["name"] for r in rows))
     for i, name in enumerate(names):
         points = sorted((r["length"], r[value]) for r in rows if r["name"] == name)
-        line = "-o" if name.startswith(_OWN) else "--s"
+        line = ("-" if name.startswith(_OWN) else "--") + _MARKERS[i % len(_MARKERS)]
         axis.plot(*zip(*points, strict=True), line, label=name, color=colormaps["tab20"](i % 20))
     lengths = sorted({r["length"] for r in rows})
     axis.set_xscale("log", base=2)
