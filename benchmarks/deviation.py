@@ -50,6 +50,7 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.saved_model import restore, settings_of
 
 FORMATS = ("bfloat16", "float16", "float32")
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 TENSORS = tuple(WORDS[name] for name in RESULTS)
 LENGTHS = (128, 256, 512, 1024)
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))
@@ -208,21 +209,24 @@ def figure(records: Sequence[Record]) -> Figure:
     """Draws the largest and the RMS deviation of each tensor by format, one point per seed."""
     chosen = [r for r in records if r["length"] == LENGTH and tuple(r["tile"] or TILE) == TILE]
     arms = [name for name in ARMS if any(r["arm"] == name for r in chosen)]
-    drawn = Figure(figsize=(11.4, 5.5), layout="constrained")
-    panels = drawn.subplots(2, len(TENSORS), sharex="all", sharey="row")
-    for row, name in enumerate(("max", "rms")):
-        for axis, tensor in zip(panels[row], TENSORS, strict=True):
+    drawn = Figure(figsize=(style.WIDTH, 8.6), layout="constrained")
+    panels = drawn.subplots(len(TENSORS), 2, sharex="all", sharey="col")
+    for column, name in enumerate(("max", "rms")):
+        for axis, tensor in zip(panels[:, column], TENSORS, strict=True):
             for i, arm in enumerate(arms):
                 of_arm = [r for r in chosen if (r["arm"], r["tensor"]) == (arm, tensor)]
                 # Arms are shifted sideways, because the points of several arms coincide.
                 place = [FORMATS.index(r["format"]) + 0.12 * (i - len(arms) / 2) for r in of_arm]
                 axis.plot(place, [r[name] for r in of_arm], "o", ms=4, label=arm)
-            axis.set(yscale="log", title=tensor if row == 0 else "")
-            axis.set_xticks(range(len(FORMATS)), FORMATS)
+            axis.set(yscale="log", ylabel=tensor if column == 0 else "")
+            axis.set_xticks(range(len(FORMATS)), [_SHORT[name] for name in FORMATS])
             axis.grid(**style.GRID)
-        panels[row][0].set_ylabel({"max": "largest", "rms": "RMS"}[name])
-    drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
-    drawn.suptitle(f"deviation from float64 at length {LENGTH}, tiles of {TILE[0]} x {TILE[1]}")
+        panels[0, column].set_title({"max": "largest", "rms": "RMS"}[name])
+    drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    drawn.suptitle(
+        f"deviation from float64 at length {LENGTH},\ntiles of {TILE[0]} x {TILE[1]}",
+        fontsize=style.TITLE,
+    )
     return drawn
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.front_figure docs/images/front
 
-It writes front_light.png and front_dark.png from results/true_bfloat16.
+It writes front_light.png and front_dark.png from results/true_bfloat16, and for phones
+front_narrow_light.png and front_narrow_dark.png, whose panels stand below each other.
 """
 
 import sys
@@ -43,7 +44,7 @@ COMPARED = (  # the arms that are compared with the control
     CURE,
 )
 NANOGPT = (
-    Line(("cudnn",), "cuDNN", style.BREAKS_TOO),
+    Line(("cudnn",), "cuDNN", style.BREAKS_TOO, "-."),
     Line(("flash",), "FlashAttention-2", style.BREAKS),
     Line(("float32",), "attention in float32", style.FLOAT32, ":"),
 )
@@ -51,22 +52,24 @@ NANOGPT = (
 
 @program.told
 def main() -> None:
-    """Writes both files."""
+    """Writes the four files."""
     parser = program.parser(__doc__)
     parser.add_argument("out", type=Path, help="the files' names up to _light.png and _dark.png")
     out = parser.parse_args().out
     for name, theme in {"light": "default", "dark": "dark_background"}.items():
         with matplotlib.style.context(theme), mpl.rc_context({"font.size": style.FRONT}):
             write_figure(out.with_name(f"{out.name}_{name}.png"), figure())
+            write_figure(out.with_name(f"{out.name}_narrow_{name}.png"), figure(narrow=True))
 
 
-def figure() -> Figure:
-    """Draws three panels with one line per run."""
+def figure(narrow: bool = False) -> Figure:
+    """Draws three panels with one line per run, side by side or, for a phone, below each other."""
     ours, nanogpt = read_all(RESULTS / "long_h200"), read_all(RESULTS / "nanogpt")
     # The cure also ran on H100s. Only its scores are drawn, because no float32 run is beside it.
     others = [run for run in read_all(RESULTS / "long") if run.arm.name in CURE.arms]
-    drawn = Figure(figsize=(10.4, 4.4), layout="constrained")
-    score, loss, theirs = drawn.subplots(1, 3)
+    size, grid = ((style.WIDTH, 13.2), (3, 1)) if narrow else ((10.4, 4.4), (1, 3))
+    drawn = Figure(figsize=size, layout="constrained")
+    score, loss, theirs = drawn.subplots(*grid)
     _draw(score, (*COMPARED, CONTROL), [(run, *largest_scores(run)) for run in [*ours, *others]])
     score.set_xticks(range(0, 13_000, 4000))
     _draw(

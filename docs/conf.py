@@ -25,8 +25,13 @@ html_theme = "furo"
 html_title = project
 html_copy_source = False
 html_show_copyright = False
-# The first figure's dark twin, which site.css shows in its place.
-html_static_path = ["static", "images/front_dark.png"]
+# The first figure's twins, which site.css shows in its place.
+html_static_path = [
+    "static",
+    "images/front_dark.png",
+    "images/front_narrow_light.png",
+    "images/front_narrow_dark.png",
+]
 html_css_files = ["site.css"]
 html_theme_options = {
     "source_repository": source_address,

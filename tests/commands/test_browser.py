@@ -20,7 +20,7 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.instability.health import judge
-from lowprec_attn.runs.pages import figures
+from lowprec_attn.runs.pages import figures, style
 from lowprec_attn.runs.run_dir import RunDir
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("compiled_once")]
@@ -140,7 +140,7 @@ def test_every_layer_has_its_curve(browser, pages):
     browser.open(pages["trained"][0], WIDE)
     shades = figures.shades(2)
     assert all(_drawn(browser, i, shade) for i in range(1, 1 + len(RULES)) for shade in shades)
-    assert _drawn(browser, 0, figures.SMOOTHED)
+    assert _drawn(browser, 0, style.SMOOTHED)
 
 
 def _drawn(browser, figure, color):

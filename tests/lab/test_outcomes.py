@@ -569,7 +569,7 @@ def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):
     monkeypatch.setattr(records.ArmRecord, "large_heads", property(lambda run: large[run.arm.name]))
     figure = figures.loss_figure(found)
     titles = [panel.get_title().split("\n")[1] for panel in figure.axes if panel.get_title()]
-    assert titles == ["1 of 1 ran away", "largest score 2"]
+    assert titles == ["1 of 1 ran away", "top score 2"]
     (legend,) = figure.legends
     assert "explosion" not in [text.get_text() for text in legend.get_texts()]
 

@@ -16,8 +16,8 @@ from lowprec_attn.runs.instability.explosion import smoothed_losses
 from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import plain
 
-_COLUMNS = 4
-_CHARACTERS_PER_INCH = 17  # at the font size `style.TEXT`
+_COLUMNS = 2  # more would be too narrow on a phone for the words above them
+_TICKS = 3  # most ticks of the axis of steps, beside that at 0
 
 
 def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = None) -> Figure:
@@ -31,7 +31,7 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
       titles: the titles of the panels, by the arms' names; None for the arms' settings.
     """
     rows, columns = _grid(len(found))
-    figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 0.8 + 3.4 * rows), layout="constrained")
     axes = figure.subplots(2 * rows, columns, sharex=True, squeeze=False)
     for kind in (0, 1):
         for axis in axes[kind::2].flat[1:]:
@@ -48,8 +48,9 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
         _draw_seeds(loss, score, outcome, style.ARM)
         _mark_ends(loss, outcome)
         said = _ran_away(outcome) if all_held else _broke(outcome)
-        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{said}"), fontsize=style.TITLE)
+        _write_title(loss, columns, titles[outcome.arm.name], said)
         score.set_xlabel("step")
+        score.locator_params(axis="x", nbins=_TICKS)
         score.set_yscale("log")
         for axis in (loss, score):
             axis.grid(**style.GRID)
@@ -59,18 +60,19 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
         axes[2 * (i // columns), i % columns].remove()
         axes[2 * (i // columns) + 1, i % columns].remove()
     for row in range(rows):
-        axes[2 * row, 0].set_ylabel("training loss")
+        axes[2 * row, 0].set_ylabel("training loss,\nnats a token")
         axes[2 * row + 1, 0].set_ylabel("largest |score|\nof any layer")
     lines = [Line2D([], [], color=style.ARM, label="a seed")]
     if control is not None:
         name = plain(titles[control.arm.name].replace("\n", " "))
-        lines.append(Line2D([], [], color=style.CONTROL, label=f"negative control: {name}"))
+        name = _folded(f"negative control: {name}", 2)
+        lines.append(Line2D([], [], color=style.CONTROL, label=name))
     if any(outcome.exploded for outcome in found):
         lines.append(Line2D([], [], **style.EXPLODED, label="explosion"))
     if any(outcome.not_finite for outcome in found):
         lines.append(Line2D([], [], **style.NOT_FINITE, label="not finite"))
     _write_tokens(figure, (record for outcome in found for record in outcome.records.values()))
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=style.TEXT)
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=style.TEXT)
     return figure
 
 
@@ -92,7 +94,7 @@ def _ran_away(outcome: ArmOutcome) -> str:
     least, most = (
         f"{score:.2g}" if score < 10 else f"{score:,.0f}" for score in (min(largest), max(largest))
     )
-    return f"largest score {least}" if least == most else f"largest scores {least} to {most}"
+    return f"top score {least}" if least == most else f"top scores {least} to {most}"
 
 
 def _grid(panels: int) -> tuple[int, int]:
@@ -102,9 +104,20 @@ def _grid(panels: int) -> tuple[int, int]:
 
 
 def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
-    """Writes above all panels how many tokens the runs have read."""
-    width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
-    figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=style.TEXT)
+    """Writes above all panels how many tokens the runs have read, and what is good."""
+    text = f"{tokens_read(records)} Low is good."
+    figure.suptitle(_folded(text, 1), fontsize=style.TEXT)
+
+
+def _write_title(axis: Axes, columns: int, title: str, *more: str) -> None:
+    lines = (_folded(" ".join(title.split()), columns), *more)
+    axis.set_title(plain("\n".join(lines)), fontsize=style.TITLE)
+
+
+def _folded(text: str, columns: int) -> str:
+    """Breaks a text into lines that are as wide as a column."""
+    width = int(style.WIDTH * style.CHARACTERS_PER_INCH / columns) - 3
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
@@ -141,25 +154,22 @@ def score_figure(
       titles: the titles of the panels, by the arms' names; None for the arms' settings.
     """
     rows, columns = _grid(len(records))
-    figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.7 + 2.9 * rows), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH, 1.4 + 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     titles = titles or panel_titles(record.arm for record in records)
     for axis, record in zip(axes.flat, records, strict=False):
         _draw(axis, record, layer)
-        axis.set_title(plain(titles[record.arm.name]), fontsize=style.TITLE)
+        axis.locator_params(axis="x", nbins=_TICKS)
+        _write_title(axis, columns, titles[record.arm.name])
+        axis.tick_params(labelbottom=True)
     for axis in list(axes.flat)[len(records) :]:
         axis.remove()
     for axis in axes[:, 0]:
         axis.set_ylabel("largest |score|")
     _write_tokens(figure, records)
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    in_rows = math.ceil(len(labels) / (3 * columns))  # three labels fit side by side below a panel
     figure.legend(
-        lines,
-        labels,
-        loc="outside lower center",
-        ncols=math.ceil(len(labels) / in_rows),
-        fontsize=style.SMALL,
+        lines, labels, loc="outside lower center", ncols=4, columnspacing=1, fontsize=style.SMALL
     )
     return figure
 

@@ -45,8 +45,8 @@ def write_figure(path: Path, figure: Figure) -> None:
     buffer = io.BytesIO()
     name = path.suffix.removeprefix(".").lower()
     figure.savefig(buffer, format=name, dpi=DPI)
-    if name == "png":  # without the alpha channel the file is an eighth smaller
-        drawn = Image.open(buffer).convert("RGB")
+    if name == "png":  # with a palette the file is half as large
+        drawn = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         buffer = io.BytesIO()
         drawn.save(buffer, name, dpi=(DPI, DPI), optimize=True)
     write_atomically(path, buffer.getvalue())

@@ -142,9 +142,9 @@ def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) 
 
 def _axis() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.6, 2.7))
-    axis = figure.add_axes((0.1, 0.14, 0.865, 0.78))  # leaves room for a power of ten above
+    axis = figure.add_axes((0.115, 0.155, 0.85, 0.765))  # leaves room for a power of ten above
     axis.grid(alpha=0.6)
-    axis.tick_params(which="both", labelsize=8)
+    axis.tick_params(which="both", labelsize=style.TEXT)
     axis.yaxis.get_offset_text().set_fontsize(style.TEXT)
     axis.set_xlabel("step", fontsize=style.TEXT, labelpad=1)
     return figure, axis

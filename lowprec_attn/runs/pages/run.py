@@ -64,9 +64,17 @@ def title(history: History) -> str:
     config, attention = history.config, history.config.get("attention", {})
     return (
         f"{history.path.name}: {config.get('name')}:{config.get('variant')}, numerics "
-        f"{attention.get('numerics')}, row max {attention.get('row_max')}, seed "
-        f"{config.get('seed')}"
+        f"{_numerics(attention)}, row max {attention.get('row_max')}, seed {config.get('seed')}"
     )
+
+
+def _numerics(attention: Mapping[str, Any]) -> str:
+    """Returns the preset's name, with the points that are changed and where others are computed."""
+    points = (attention.get("points") or {}).items()
+    changed = [f"{point}={value}" for point, value in points if value is not None]
+    changed += [f"other {places}" for places in ("layers", "heads") if attention.get(places)]
+    name = str(attention.get("numerics"))
+    return f"{name} with {', '.join(changed)}" if changed else name
 
 
 def _rules_met(health: Health) -> list[Element]:

@@ -5,9 +5,14 @@ from typing import Any
 DPI = 110
 """The resolution of a figure in a file, in dots per inch."""
 
+WIDTH = 4.8
+"""The width of a figure in inches. On a phone, 360 pixels wide, 10 points then are 10 pixels."""
+
 # Font sizes in points.
-FRONT = 11  # legible on a phone that shows the figure 390 pixels wide
-TITLE, TEXT, SMALL = 9, 8, 7
+FRONT = 11  # of the front figure
+TITLE, TEXT, SMALL = 10, 10, 9  # of figures of that width
+CHARACTERS_PER_INCH = 13
+"""How many letters of the size `TEXT` stand side by side in an inch."""
 
 GRID: dict[str, Any] = {"alpha": 0.3}
 LIMIT = "gray"

@@ -228,3 +228,15 @@ def test_the_command_writes_the_page_of_every_run(runs, capsys):
     Page(runs["good"].page).check()
     assert main(["report", good, bad, "--html", "both.html"]) == 1
     assert "--html both.html takes the page of one run" in capsys.readouterr().err
+
+
+def test_the_title_names_what_differs_from_the_preset(tmp_path):
+    def heading(name, **changes):
+        page = write_run_page(record_run(tmp_path / name, FALLING, {}, **changes), lambda *_: "")
+        return re.search("<h1>(.*?)</h1>", page.read_text())[1]
+
+    preset = heading("preset", attention__numerics="exact")
+    assert "numerics exact, row max standard" in preset
+    changed = {"attention__points__output": "bfloat16", "attention__layers": {1: {}}}
+    custom = heading("custom", attention__numerics="exact", **changed)
+    assert "numerics exact with output=bfloat16, other layers, row max standard" in custom
