@@ -267,21 +267,27 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
     if o is None:
         o = out.o
     dlse = jnp.zeros_like(out.offset)  # the loss depends on O alone
-    of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse, low, out.inverse_l)
+    of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse, low, out.inverse_l, out.more)
     _, dp_offset, *correction = query_gradients(of_queries, problem)
     return *jax.tree.leaves(of_queries), dp_offset, *correction
 
 
 def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
     """Splits the arrays of `inputs` into the inputs of dQ's kernel and those of dK and dV's."""
-    optional = {"o_low": problem.saves_halves, "inverse_l": problem.saves_inverse_l}
-    optional["segments"] = problem.has_segments
+    optional = {
+        "o_low": problem.saves_halves,
+        "inverse_l": problem.saves_inverse_l,
+        "more": problem.saves_log2_l,
+        "segments": problem.has_segments,
+        "ends": False,  # no lengths are timed
+    }
     names = [name for name in QueryInputs._fields if optional.get(name, True)]
     given: dict[str, Any] = dict(zip(names, arrays, strict=False))
     x = QueryInputs(**given)
     dp_offset, *found = arrays[len(names) :]
     correction = found[0] if found else None
-    return x, KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset, x.inverse_l, correction)
+    of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset, x.inverse_l, x.more, correction)
+    return x, of_keys
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:

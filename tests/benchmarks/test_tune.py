@@ -206,22 +206,24 @@ def test_a_kernel_is_timed_again_only_where_it_sees_a_difference() -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("kernel", "other"),
+    ("kernel", "one", "other"),
     [
-        ("forward", call("normalized_delta")),
-        ("query_gradients", call("auxiliary_output", "dynamic_max")),
-        ("key_gradients", call("normalized_delta", "dynamic_max")),
+        ("forward", "normalized_delta", call("corrected_after_cast")),
+        ("query_gradients", "flash", call("auxiliary_output", "dynamic_max")),
+        ("key_gradients", "flash", call("float32_output", "dynamic_max")),
     ],
 )
-def test_what_a_kernel_does_not_see_is_not_in_its_program(kernel: str, other: Call) -> None:
-    sizes, arrays = abstract_inputs(call())
+def test_what_a_kernel_does_not_see_is_not_in_its_program(
+    kernel: str, one: str, other: Call
+) -> None:
+    sizes, arrays = abstract_inputs(call(one))
 
     def program(of: Call) -> str:
         return str(jax.make_jaxpr(hopper.function(kernel, of.spec, sizes))(*arrays))
 
-    assert hopper.sees(kernel, other.spec) == hopper.sees(kernel, call().spec)
-    assert program(other) == program(call())
-    assert kernel in program(call())
+    assert hopper.sees(kernel, other.spec) == hopper.sees(kernel, call(one).spec)
+    assert program(other) == program(call(one))
+    assert kernel in program(call(one))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("preset", ["matched", "corrected_after_cast"])
+@pytest.mark.parametrize("preset", ["matched", "normalized_delta", "corrected_after_cast"])
 def test_kernels_of_a_cure_get_what_they_take(preset: str) -> None:
     of = call(preset)
     arrays = harness.inputs(SQUARE)
