@@ -1,8 +1,9 @@
 """How exponents are formed, shown by large scores and compared with the NumPy emulation.
 
 At scores of 3e4, float32 numbers are 2^-9 apart. Rounding c m loses that much, and the largest P̄
-is 2 to that power. The factor is common to a row, so it cancels in Ō / l except for the rounding of
-P̄. It remains in P = exp(S − lse).
+is 2 to that power. The factor is common to a row in a step. While m stays, it cancels in Ō / l
+except for the rounding of P̄. It remains in P = exp(S − lse). What is lost where m moves is in
+`test_large_scores.py`.
 """
 
 import dataclasses

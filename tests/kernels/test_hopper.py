@@ -639,6 +639,29 @@ def test_dq_without_an_order(case: Case, chosen: Numerics, step: int) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "unordered"),
+    [
+        (dataclasses.replace(FEW, keys=200), True),  # a part of a warpgroup's keys, and all
+        (dataclasses.replace(FEW, keys=320), True),
+        (dataclasses.replace(FEW, rows=320, keys=72, is_causal=True), True),
+        # The kernel of dK and dV multiplies by an infinite P of padded keys, and stores neither.
+        pytest.param(
+            dataclasses.replace(FEW, keys=200),
+            False,
+            marks=pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+        ),
+    ],
+    ids=["64 and 8 keys", "64 keys", "causal", "ordered"],
+)
+def test_padded_keys_add_nothing_to_rows_of_scores_far_below_0(case: Case, unordered: bool) -> None:
+    """Zeros score 0, so P = exp(0 − lse) of a padded key is infinite, and times 0 NaN."""
+    case = dataclasses.replace(case, values="large_negative_scores", scale=1.0)
+    result = check_accuracy(case, call(case, sizes=dataclasses.replace(SIZES, unordered=unordered)))
+    assert result["lse"].max() < -89
+
+
+@needs_mosaic
 def test_vmap_gives_the_bits_of_a_loop() -> None:
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

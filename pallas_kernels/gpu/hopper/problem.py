@@ -459,14 +459,30 @@ class Problem:
     def hides_from_queries(self, key: Array, row: Array, step: int) -> Array | None:
         """Whether one of the rows row ... row + step − 1 does not see one of the 64 keys at `key`.
 
-        None if only the padding of the last tiles could be hidden. That needs no mask: its rows
-        are zero, and the gradients of its keys are not stored.
+        None if only padding of the last tiles could be hidden that needs no mask: its rows are
+        zero, and the gradients of its keys are not stored. These gradients may be NaN, see
+        `adds_padding_to_dq`.
         """
         if self.spec.window is None:
-            return key + (ROWS - 1) > row if self.spec.is_causal else None
+            hides = key + (ROWS - 1) > row if self.spec.is_causal else None
+            if not self.adds_padding_to_dq:
+                return hides
+            is_padded = key + ROWS > self.keys
+            return is_padded if hides is None else hides | is_padded
         left, right = self.spec.window
         reach = row if self.spec.is_causal else row + right
         return (key + (ROWS - 1) > reach) | (key < row + (step - 1 - left))
+
+    @property
+    def adds_padding_to_dq(self) -> bool:
+        """Whether the sum of dQ has products with padded keys, whose P must then be 0.
+
+        A padded key scores 0. If lse is below −89, its P = exp(0 − lse) and its dS are infinite,
+        and an infinite dS times the zeros of the key is NaN.
+        """
+        hidden_anyway = self.spec.is_causal and self.rows <= self.keys
+        is_padded = self.keys % self.sizes.key_gradients.owned != 0
+        return self.sums_queries and is_padded and not hidden_anyway
 
     def mask_keys(
         self,

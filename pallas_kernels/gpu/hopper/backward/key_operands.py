@@ -205,7 +205,9 @@ def probs(
         return q.get(n, *place_of(name, problem), buffer=OFFSET)
 
     of_rows = along_columns(load_values(vector("offset"), PER_COLUMN, straight=False), s.shape)
-    if problem.whole_max or problem.saves_log2_l:
+    # Rounded once for certain where it must be, and where a branch follows that keeps the compiler
+    # of interpreted kernels from contracting, so that a call without that branch has the same bits.
+    if problem.whole_max or problem.saves_log2_l or problem.adds_padding_to_dq:
         log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
     else:
         # P comes from lse rather than from a new softmax: one multiply-add and one exponential

@@ -208,7 +208,7 @@ def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
         interpret = problem.sizes.interpret
         return jnp.exp2(multiply_add(s, problem.log2_unit, -offset, interpret=interpret))
     # One multiply-add per entry, as in FlashAttention-2 and -3. Its error is the error of
-    # m·log2(e), which is the same for a whole row and cancels in Ō / l.
+    # m·log2(e), which is the same for a whole row and cancels in Ō / l unless m moves.
     return jnp.exp2(s * np.float32(problem.log2_unit) - offset)
 
 
