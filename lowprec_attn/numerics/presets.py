@@ -128,13 +128,13 @@ DELTA_DP_P = FLASH.replace(delta="dp_p")
 NORMALIZED_DELTA = FLASH.replace(delta="normalized", statistics="m_and_l")
 """`flash` with δ = Σ P dP / Σ P, computed in the backward pass, so that rows of dS sum to zero.
 
-Rows of P sum to one for scores of any size, because m and l are saved apart.
+m and l are saved apart, because m + log l, as one float32 number, loses log l at large scores.
 """
 
 CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast", statistics="m_and_l")
 """`flash` corrected so that rows of the rounded dS sum to zero (Chen et al., arXiv 2609.34272).
 
-Rows of P sum to one for scores of any size, because m and l are saved apart.
+m and l are saved apart, because m + log l, as one float32 number, loses log l at large scores.
 """
 
 MATCHED = FLASH.replace(

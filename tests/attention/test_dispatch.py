@@ -84,7 +84,7 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
     assert ("mosaic_gpu" in for_gpu) == (kind == "NVIDIA H200" and is_available())
 
 
-@pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
+@pytest.mark.skipif(not is_available(), reason="needs JAX 0.11.2")
 @pytest.mark.parametrize(
     "change",
     [

@@ -39,7 +39,7 @@ def exported():
     return export(*arrays).mlir_module()
 
 
-needs_hopper = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
+needs_hopper = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pallas_kernels.gpu.hopper import tuning
 from pallas_kernels.gpu.hopper.attention import is_available
 from pallas_kernels.gpu.hopper.block_sizes import BackwardTile, BlockSizes, ForwardTile, Tile
 
-needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
+needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11.2")
 
 SQUARE = Case(
     batch=1,

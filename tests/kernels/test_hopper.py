@@ -74,7 +74,7 @@ from pallas_kernels.gpu.hopper.tile_scheduler import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
-needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
+needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2")
 
 SIZES = harness.HOPPER_TILES
 # Three query tiles, each with the rows of two warpgroups, the last half empty; heads share keys.

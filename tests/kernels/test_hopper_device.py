@@ -417,11 +417,15 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level(Call):
-    """A problem with all scores of some rows near −2²⁰, and the unit matrix as dO."""
+    """A problem with all scores of some rows near −2²⁰, and the unit matrix as dO.
+
+    All keys are in one step. `scale_first` loses more at such scores if the maximum moves from step
+    to step, in either statistics.
+    """
 
     batch: int = 1
     rows: int = 64
-    keys: int = 192
+    keys: int = 64
     is_causal: bool = False
     large: int = 40  # rows; neither all of a tile nor those of whole warps
 

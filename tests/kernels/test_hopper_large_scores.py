@@ -29,7 +29,7 @@ from pallas_kernels.gpu.hopper.problem import Problem as KernelProblem
 
 pytestmark = [
     pytest.mark.usefixtures("no_races"),
-    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11"),
+    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2"),
 ]
 
 CURES = [NORMALIZED_DELTA, CORRECTED_AFTER_CAST]

@@ -36,7 +36,7 @@ from pallas_kernels.gpu.hopper.problem import Problem as KernelProblem
 
 pytestmark = [
     pytest.mark.usefixtures("no_races"),
-    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11"),
+    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2"),
 ]
 
 SCORES = (1.0, 30.0, 1e3, 1e5, 1e7)

@@ -47,7 +47,7 @@ pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
 
 pytestmark = [
     pytest.mark.ptx,
-    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11"),
+    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2"),
 ]
 
 KERNELS = ("forward", "query_gradients", "key_gradients")

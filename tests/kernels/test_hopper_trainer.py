@@ -16,7 +16,7 @@ from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.attention import is_available
 
 if not is_available():
-    pytest.skip(f"JAX {jax.__version__} (the kernels need 0.11)", allow_module_level=True)
+    pytest.skip(f"JAX {jax.__version__} (the kernels need 0.11.2)", allow_module_level=True)
 
 from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
 from pallas_kernels.gpu.hopper.gelu_products import Tile

@@ -38,7 +38,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
 
 pytestmark = [
     pytest.mark.usefixtures("no_races", "products_are_checked"),
-    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11"),
+    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11.2"),
 ]
 
 SIZES = harness.HOPPER_TILES

@@ -20,6 +20,7 @@ both passes (docs/developers/hopper.md).
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
@@ -252,12 +253,12 @@ def _interprets(spec: Spec) -> bool:
 
 def is_available() -> bool:
     """Whether this JAX has the Mosaic GPU features that the kernels need."""
-    return jax.__version_info__ >= (0, 11)
+    return hasattr(lax, "log2")  # from JAX 0.11.2 on
 
 
 def _unsupported_machine(request: Request) -> str | None:
     if not is_available():
-        return f"JAX {jax.__version__} (it needs 0.11)"
+        return f"JAX {jax.__version__} (it needs 0.11.2)"
     # The interpreter needs no GPU.
     if _interprets(request.spec):
         return None
