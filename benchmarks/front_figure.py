@@ -70,9 +70,9 @@ def figure(narrow: bool = False) -> Figure:
     size, grid = ((style.WIDTH, 13.2), (3, 1)) if narrow else ((10.4, 4.4), (1, 3))
     drawn = Figure(figsize=size, layout="constrained")
     score, loss, theirs = drawn.subplots(*grid)
-    _draw(score, (*COMPARED, CONTROL), [(run, *largest_scores(run)) for run in [*ours, *others]])
+    draw(score, (*COMPARED, CONTROL), [(run, *largest_scores(run)) for run in [*ours, *others]])
     score.set_xticks(range(0, 13_000, 4000))
-    _draw(
+    draw(
         loss,
         COMPARED,
         [
@@ -81,7 +81,7 @@ def figure(narrow: bool = False) -> Figure:
             for line in losses_above(ours, arm, "exact")
         ],
     )
-    _draw(theirs, NANOGPT, [(run, *largest_scores(run)) for run in nanogpt])
+    draw(theirs, NANOGPT, [(run, *largest_scores(run)) for run in nanogpt])
     loss.set_yscale("symlog", linthresh=0.02, linscale=2)
     loss.set_ylim(-0.012, 2)
     loss.set_yticks([-0.01, 0, 0.01, 0.02, 0.1, 1], ["−0.01", "0", "0.01", "0.02", "0.1", "1"])
@@ -124,11 +124,12 @@ def losses_above(
     return found
 
 
-def _draw(
+def draw(
     axis: Axes,
     lines: Sequence[Line],
     runs: Sequence[tuple[ArmRecord, Sequence[int], Sequence[float]]],
 ) -> None:
+    """Draws one line per run, in the style of the `Line` that has its arm, on a log scale."""
     for line in lines:
         label: str | None = line.label
         for run, steps, values in runs:

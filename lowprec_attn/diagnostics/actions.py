@@ -43,11 +43,11 @@ ACTIONS: dict[Kind, Action] = {
     ),
     "delta": Action(
         'attention.attention_fn(numerics="normalized_delta"), of this library; in its trainer '
-        "--config.attention.points.delta=normalized; jax.nn has no such option",
+        "--config.attention.numerics=normalized_delta; jax.nn has no such option",
         "lowprec_attn.torch.attention in place of scaled_dot_product_attention; PyTorch's own "
         f"are {_MATH}, or norms on q and k",
         "6 to 14 % of attention's time in JAX on one NVIDIA H200; in PyTorch not measured",
-        _BEFORE_GROWTH,
+        f"{_BEFORE_GROWTH}; from a later one, scores stop growing and hardly fall",
     ),
     "scores": Action(
         "Flax's MultiHeadAttention(normalize_qk=True), in this trainer "

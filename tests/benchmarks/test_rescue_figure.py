@@ -1,0 +1,37 @@
+"""The figure of runs that change their arithmetic shows every seed before and after."""
+
+import sys
+
+import numpy as np
+import pytest
+from command import ROOT
+from PIL import Image
+
+from benchmarks import rescue_figure
+
+
+def test_each_arm_has_three_lines_and_those_that_change_begin_where_flash_is():
+    (axis,) = rescue_figure.figure().axes
+    by_color = {}
+    for line in axis.get_lines()[:-1]:  # the last one marks the step of the change
+        by_color.setdefault(line.get_color(), []).append(line.get_xydata())
+    colors = [line.color for line in rescue_figure.LINES]
+    assert {color: len(lines) for color, lines in by_color.items()} == dict.fromkeys(colors, 3)
+    flash, *changed = (by_color[color] for color in colors)
+    for lines in changed:
+        for old, new in zip(flash, lines, strict=True):
+            (at,) = (y for x, y in old if x == rescue_figure.CHANGED_AT)
+            np.testing.assert_array_equal(new[0], [rescue_figure.CHANGED_AT, at])
+            assert new[-1][1] < at < old[-1][1] / 5
+
+
+@pytest.mark.slow
+def test_the_page_shows_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["rescue_figure", str(tmp_path / "rescue.png")])
+    rescue_figure.main()
+    shown, drawn = (
+        np.asarray(Image.open(folder / "rescue.png").convert("L"), np.int32)
+        for folder in (ROOT / "docs" / "images", tmp_path)
+    )
+    assert shown.shape == drawn.shape
+    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
