@@ -52,7 +52,8 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
         for preset in ("normalized_delta", "corrected_after_cast"):
             numerics = PRESETS[preset].replace(statistics="lse")
-            yield _candidate(_HOPPER, f"{preset} lse", numerics, StandardMax())
+            for served_by in (_HOPPER, implementation(platform)):
+                yield _candidate(served_by, f"{preset} lse", numerics, StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
         yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)
         yield _candidate(_HOPPER, "published", PUBLISHED, StandardMax())
