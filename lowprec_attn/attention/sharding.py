@@ -128,14 +128,14 @@ def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, ca
     if batch_axis is not None and q.shape[0] % mesh.shape[batch_axis]:
         raise ValueError(
             f"batch {q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "
-            f"of mesh axis {batch_axis!r}"
+            f"of mesh axis {batch_axis!r}; take a multiple of {mesh.shape[batch_axis]}"
         )
     if head_axis is None:
         return
     if k.shape[2] % mesh.shape[head_axis]:
         raise ValueError(
             f"{k.shape[2]} key heads do not divide over {mesh.shape[head_axis]} devices "
-            f"of mesh axis {head_axis!r}"
+            f"of mesh axis {head_axis!r}; leave head_axis out, and split the batch instead"
         )
     if len(call.parts) > 1:
         raise ValueError(

@@ -73,7 +73,9 @@ class Trials:
         if all(trial.found is None for trial in self.core):
             first = self.core[0]
             raise TargetError(
-                f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: {first.refusal}"
+                f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: "
+                f"{first.refusal.rstrip('.')}; try another --dtype or --head-size, or another "
+                "device"
             )
         extremes = self._set(problems.extremes(dtype, **sized))
         self.features = self._features(problems.features(dtype, **options), options)

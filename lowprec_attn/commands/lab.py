@@ -195,10 +195,14 @@ def _report(args: argparse.Namespace) -> None:
     counted = [path for path in directories if path.parent == args.results]
     if not counted:
         raise RunError(
-            f"{args.results} holds no records ({_RECORDS}), and no directory with records"
+            f"{args.results} holds no records ({_RECORDS}), and no directory with records; make "
+            f"them from runs: lowprec-attn lab collect WORKDIR {args.results}"
         )
     if args.figure is not None:
-        raise RunError("--figure takes the records of one experiment, not a directory of several")
+        raise RunError(
+            f"--figure takes the records of one experiment, and {args.results} holds several "
+            f"({', '.join(path.name for path in counted)}): name one of them, as in {counted[0]}"
+        )
     arms = {path: _report_one(args, path, path / "figure.png") for path in directories}
     path = args.results / "summary.md"
     with writing(path):

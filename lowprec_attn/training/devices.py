@@ -211,7 +211,10 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
     """
     if settings.devices is not None:
         if not 1 <= settings.devices <= len(devices):
-            raise RunError(f"devices={settings.devices}, but there are {len(devices)}")
+            raise RunError(
+                f"devices={settings.devices}, but there are {len(devices)}; say 1 to "
+                f"{len(devices)}, or leave it out to take all"
+            )
         devices = devices[: settings.devices]
     micro_batch = settings.batch_size // settings.accumulation_steps
     if micro_batch % len(devices):

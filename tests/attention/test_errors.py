@@ -319,11 +319,11 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "batch over devices": (
         lambda: sharded(jax.make_mesh((8,), ("data",)), batch_axis="data")(*[x(2, 4, 4, 8)] * 3),
-        "batch 2 does not divide over 8 devices of mesh axis 'data'",
+        "batch 2 does not divide over 8 devices of mesh axis 'data'; take a multiple of 8",
     ),
     "heads over devices": (
         lambda: sharded(jax.make_mesh((8,), ("model",)), head_axis="model")(*[x(2, 4, 4, 8)] * 3),
-        "4 key heads do not divide over 8 devices of mesh axis 'model'",
+        "4 key heads do not divide over 8 devices of mesh axis 'model'; leave head_axis out",
     ),
     "mixed heads over devices": (
         lambda: sharded_over_heads(numerics=[FLASH, EXACT, FLASH, EXACT]),

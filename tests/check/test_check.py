@@ -329,7 +329,7 @@ def test_alignment_is_seen_in_o_or_as_asked():
         (["ours:f", "--causal", "--json=no/a.json"], "--json no/a.json: there is no directory no"),
         (["ours:f", "--causal", "--json=a", "--html=a"], "--json and --html both name a"),
         (["ours:f", "--causal", "--out=ours.py"], "cannot write ours.py: File exists"),
-        (["ours:leaves", "--causal"], "SystemExit: 7"),
+        (["ours:leaves", "--causal"], "SystemExit: 7; try another --dtype or --head-size, or an"),
         (["ours:says", "--causal"], "\\x1b[31m"),
     ],
 )

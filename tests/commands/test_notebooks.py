@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import matplotlib.image
@@ -185,6 +186,23 @@ def is_logic(statement):
 def test_there_are_three_notebooks_with_one_install_cell():
     assert len(NOTEBOOKS) == 3
     assert len({tagged(read(path), "install").source for path in NOTEBOOKS}) == 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_asks_first_and_says_last_what_to_try_next(path):
+    first, *_, last = (cell.source for cell in read(path).cells)
+    assert re.search(r"^# .+\n\n\*\*.+\?\*\*", first)
+    assert "What to try next:\n\n- " in last
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_pages_of_the_repository_that_a_notebook_names_exist(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    linked = re.findall(r"\(https://github\.com/lowprec-attn/lowprec-attn/blob/main/(.+?)\)", text)
+    others = re.findall(r"`(\w+\.ipynb)`", text)
+    assert linked and others
+    assert [name for name in linked if not (ROOT / name).is_file()] == []
+    assert [name for name in others if not (ROOT / "colab" / name).is_file()] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

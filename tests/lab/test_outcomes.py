@@ -477,7 +477,10 @@ def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, cap
     assert again.read_text() == second.read_text()
     assert "- second: no arm is the negative control" in text
     assert (both / "first" / "table.md").exists() and (both / "second" / "figure.png").exists()
+    capsys.readouterr()
     assert main(["lab", "report", str(both), "--figure", "x.png"]) == 1
+    said = capsys.readouterr().err
+    assert f"{both} holds several (first, second): name one of them, as in {both / 'first'}" in said
     (tmp_path / "empty").mkdir()
     assert main(["lab", "report", str(tmp_path / "empty")]) == 1
     assert "holds no records" in capsys.readouterr().err

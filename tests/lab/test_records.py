@@ -223,7 +223,9 @@ def test_report_writes_table_and_figure(collected, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main(["lab", "report", str(empty)]) == 1
-    assert "empty holds no records" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "empty holds no records" in said
+    assert f"lowprec-attn lab collect WORKDIR {empty}" in " ".join(said.split())
 
 
 def test_a_value_that_is_not_a_number_is_the_largest(collected):

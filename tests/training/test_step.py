@@ -114,7 +114,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(trained):
 def test_a_micro_batch_that_does_not_divide_over_the_devices_is_told():
     with pytest.raises(RunError, match=r"micro-batch of 4 .* does not divide over 8 devices"):
         run_devices(tiny_settings(accumulation_steps=2, devices=8))
-    with pytest.raises(RunError, match="devices=9, but there are 8"):
+    with pytest.raises(RunError, match="devices=9, but there are 8; say 1 to 8"):
         run_devices(tiny_settings(devices=9))
 
 
