@@ -1070,7 +1070,7 @@ def test_another_generation_is_named(kind: str) -> None:
 
 def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"JAX .* \(it needs 0\.11\)"):
+    with pytest.raises(UnsupportedError, match=r"JAX .* \(it needs 0\.11\.2\)"):
         resolve(request(), "hopper")
 
 
