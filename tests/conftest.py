@@ -60,6 +60,23 @@ def _programs_are_dropped() -> Iterator[None]:
         jax.clear_caches()
 
 
+_MAPS = Path("/proc/self/maps")
+_MOST_MAPS = 40_000
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _memory_maps_do_not_run_out() -> Iterator[None]:
+    """Clears JAX's caches where compiled programs have taken most of a process's memory maps.
+
+    Linux allows 65,530, beyond which XLA's compiler crashes. The Hopper kernels' interpreter
+    compiles every operation, some 200 maps a test.
+    """
+    yield
+    if next(_tests) % 16 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+
+
 _settle = heap.settle
 
 
