@@ -16,7 +16,8 @@ that only implementations for other platforms read.
 
 Came on a busy host (results/bridge_h200.jsonl, two shapes): at tiny the bridge takes 1.4 ms forward
 and 5 ms in both passes. At long64 the GPU does not hide that: 1.0 and 4.7 ms, JAX 0.6 and 2.1 ms.
-Since then the bridge keeps O and lse alone, without the copies above; it was not timed again.
+Since then the bridge keeps O and row statistics alone, without the copies above. It was not timed
+again.
 """
 
 import dataclasses

@@ -213,16 +213,16 @@ def test_numerics_that_draw_bits_are_refused():
         ours.attention_fn(numerics="stochastic_output")
 
 
-@pytest.mark.parametrize("numerics", ["flash", "normalized_delta"])
-def test_kernels_keep_lse_beside_o_for_the_backward_pass(numerics):
-    """They read q, k and v from the caller's tensors."""
+@pytest.mark.parametrize(("numerics", "statistics"), [("flash", 1), ("normalized_delta", 2)])
+def test_kernels_keep_row_statistics_beside_o_for_the_backward_pass(numerics, statistics):
+    """They read q, k and v from the caller's tensors. The statistics are lse, or m and 1 / l."""
     shape = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     arithmetic = bridge._arithmetic(bridge._Arithmetic(numerics, "standard", None, None))
     with jax_attention.compiled_for("H100"):
         program = bridge._program((shape,) * 3, "cuda", arithmetic, True, 0.125)
     assert [(x.shape, str(x.dtype)) for x in program.outputs] == [
         ((2, 256, 4, 64), "bfloat16"),  # O
-        ((2, 4, 256), "float32"),  # lse
+        *[((2, 4, 256), "float32")] * statistics,
     ]
 
 
