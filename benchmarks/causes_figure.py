@@ -7,7 +7,7 @@ It reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
 
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,19 +80,21 @@ def runs() -> list[ArmRecord]:
     return [run for run in both if max(run.signals) >= 1500]
 
 
-def largest_error(run: ArmRecord) -> float:
-    """Returns the largest relative error of W_Q's gradient over heads and steps from 1,000 on.
+def largest_error(run: ArmRecord, steps: Iterable[int] | None = None) -> float:
+    """Returns the largest relative error of W_Q's gradient over heads and steps.
 
     A head is left out while its true gradient is below `LEAST_GRADIENT`.
+
+    Args:
+      steps: recorded steps; None for all from `FIRST_STEP` on.
     """
 
     def found() -> Iterator[float]:
-        for step, layers in run.signals.items():
-            if step >= FIRST_STEP:
-                of = layers[LAYER]
-                true = of["query_weight_gradient_exact"]
-                errors = of["query_weight_gradient_error_from_total"]
-                yield from (e for e, g in zip(errors, true, strict=True) if g > LEAST_GRADIENT)
+        for step in steps or (step for step in run.signals if step >= FIRST_STEP):
+            of = run.signals[step][LAYER]
+            true = of["query_weight_gradient_exact"]
+            errors = of["query_weight_gradient_error_from_total"]
+            yield from (e for e, g in zip(errors, true, strict=True) if g > LEAST_GRADIENT)
 
     return max(found())
 

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import command as train_command
 import jax
@@ -69,8 +70,8 @@ _tests = itertools.count(1)
 def _memory_maps_do_not_run_out() -> Iterator[None]:
     """Clears JAX's caches where compiled programs have taken most of a process's memory maps.
 
-    Linux allows 65,530, beyond which XLA's compiler crashes. The Hopper kernels' interpreter
-    compiles every operation, some 200 maps a test.
+    Linux allows 65,530, beyond which XLA's compiler crashes. The interpreter of the Hopper kernels
+    compiles every operation, and so takes hundreds of maps a test.
     """
     yield
     if next(_tests) % 16 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
@@ -185,3 +186,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, for `--dist=loadfile`."""
     rank = {name: i for i, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A `processes.browser.Browser`, or a skip where there is no Chromium."""
+    reason = "there is no browser: pip install -e '.[browser]'"
+    pytest.importorskip("PySide6.QtWebEngineWidgets", reason=reason, exc_type=ModuleNotFoundError)
+    from processes.browser import Browser
+
+    opened = Browser()
+    yield opened
+    opened.close()

@@ -20,17 +20,6 @@ LEAST_SHRINKING = 0.6
 
 
 @pytest.fixture(scope="module")
-def browser():
-    reason = "there is no browser: pip install -e '.[browser]'"
-    pytest.importorskip("PySide6.QtWebEngineWidgets", reason=reason, exc_type=ModuleNotFoundError)
-    from processes.browser import Browser
-
-    opened = Browser()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def site(tmp_path_factory):
     pytest.importorskip("furo", reason="there is no Sphinx: pip install -e '.[train,docs]'")
     built = tmp_path_factory.mktemp("site")

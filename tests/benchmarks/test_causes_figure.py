@@ -1,11 +1,7 @@
 """The figure of the causes has a row for every arm of the records and a dot for every run."""
 
-import sys
-
-import numpy as np
+import pictures
 import pytest
-from command import ROOT
-from PIL import Image
 
 from benchmarks import causes_figure
 
@@ -24,11 +20,4 @@ def test_every_arm_has_a_row_and_every_run_a_dot():
 
 @pytest.mark.slow
 def test_the_page_shows_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["causes_figure", str(tmp_path / "causes.png")])
-    causes_figure.main()
-    shown, drawn = (
-        np.asarray(Image.open(folder / "causes.png").convert("L"), np.int32)
-        for folder in (ROOT / "docs" / "images", tmp_path)
-    )
-    assert shown.shape == drawn.shape
-    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
+    pictures.check(causes_figure, "causes.png", ["causes.png"], monkeypatch, tmp_path)

@@ -1,11 +1,7 @@
 """The first figure of the README shows what the pages of its records say."""
 
-import sys
-
-import numpy as np
+import pictures
 import pytest
-from command import ROOT
-from PIL import Image
 
 from benchmarks import front_figure
 
@@ -37,12 +33,8 @@ def test_lines_end_where_the_pages_say():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["light", "dark"])
-def test_the_readme_shows_it(tmp_path, monkeypatch, style):
-    monkeypatch.setattr(sys, "argv", ["front_figure", str(tmp_path / "front")])
-    front_figure.main()
-    shown, drawn = (
-        np.asarray(Image.open(folder / f"front_{style}.png").convert("L"), np.int32)
-        for folder in (ROOT / "docs" / "images", tmp_path)
-    )
-    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
+def test_the_readme_shows_it(tmp_path, monkeypatch):
+    names = [
+        f"front{width}_{style}.png" for width in ("", "_narrow") for style in ("light", "dark")
+    ]
+    pictures.check(front_figure, "front", names, monkeypatch, tmp_path)

@@ -1,11 +1,8 @@
 """The figure of runs that change their arithmetic shows every seed before and after."""
 
-import sys
-
 import numpy as np
+import pictures
 import pytest
-from command import ROOT
-from PIL import Image
 
 from benchmarks import rescue_figure
 
@@ -27,11 +24,4 @@ def test_each_arm_has_three_lines_and_those_that_change_begin_where_flash_is():
 
 @pytest.mark.slow
 def test_the_page_shows_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["rescue_figure", str(tmp_path / "rescue.png")])
-    rescue_figure.main()
-    shown, drawn = (
-        np.asarray(Image.open(folder / "rescue.png").convert("L"), np.int32)
-        for folder in (ROOT / "docs" / "images", tmp_path)
-    )
-    assert shown.shape == drawn.shape
-    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
+    pictures.check(rescue_figure, "rescue.png", ["rescue.png"], monkeypatch, tmp_path)

@@ -32,17 +32,6 @@ SCREEN = 900
 
 
 @pytest.fixture(scope="module")
-def browser():
-    reason = "there is no browser: pip install -e '.[browser]'"
-    pytest.importorskip("PySide6.QtWebEngineWidgets", reason=reason, exc_type=ModuleNotFoundError)
-    from processes.browser import Browser
-
-    opened = Browser()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def shots(tmp_path_factory):
     return tmp_path_factory.mktemp("browser")
 

@@ -30,6 +30,10 @@ EXPERIMENTS = sorted(
 )
 
 
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _records_are_read_once():
     """Keeps some archives in memory, because several pages show numbers of the same records."""
@@ -126,8 +130,7 @@ def test_the_page_of_the_causes_in_true_bfloat16_has_what_the_records_have():
             assert score.removesuffix(" (batch 1)") == at, (name, seed)
             found = sum(s > 512 for s in run.signals[step][causes_figure.LAYER]["score_maximum"])
             assert large == str(found), (name, seed)
-            two_digits = float(f"{causes_figure.largest_error(run):.2g}")
-            assert error == f"{two_digits:,g}", (name, seed)
+            assert error == _two_digits(causes_figure.largest_error(run)), (name, seed)
 
 
 def test_a_rounding_between_δ_and_its_sum_decides_every_run_in_true_bfloat16():
@@ -173,7 +176,7 @@ def test_the_page_of_long_runs_has_what_the_records_have(name, held, validated_a
             "–" if run.explosion is None else f"{run.explosion:,}",
             f"{max(scores):,.0f}",
             str(sum(score > 512 for score in scores)),
-            f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
+            _two_digits(causes_figure.largest_error(run)),
             f"{run.val_losses[validated_at]:.3f}",
         )
         columns = cells.setdefault(run.arm.name, ([], [], [], [], []))
@@ -230,7 +233,7 @@ def _cells(run: records.ArmRecord) -> tuple[str, ...]:
         f"{max(scores[layer]):,.0f}" + (f" ({step:,})" if step < 2500 else ""),
         f"{max(max(of) for i, of in enumerate(scores) if i != layer):,.0f}",
         str(sum(score > 512 for of in scores for score in of)),
-        f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
+        _two_digits(causes_figure.largest_error(run)),
     )
 
 
@@ -374,12 +377,8 @@ def test_the_page_of_the_recipes_has_what_the_records_have():
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", page, re.MULTILINE))
     assert set(rows) == set(runs)
     for name, cells in rows.items():
-        losses = {
-            step: runs[name].losses[step] - x
-            for step, x in controls["exact"].losses.items()
-            if 1500 < step <= 2000
-        }
-        behind = f"{np.mean([*losses.values()]):+.3f}".replace("-", "−")
+        above = _loss_above(runs[name], controls["exact"].losses, 1500, 2000)
+        behind = f"{above:+.3f}".replace("-", "−")
         assert [cell.strip() for cell in cells.split("|")] == [*_cells(runs[name]), behind], name
 
 
@@ -617,21 +616,6 @@ def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(e
     assert hashlib.sha256("".join(starts).encode()).hexdigest() == header["data_order_sha256"]
 
 
-def _errors(run: records.ArmRecord, steps: list[int]) -> list[float]:
-    """The largest error of W_Q's gradient at each step, as `causes_figure` counts heads."""
-    found = []
-    for step in steps:
-        of = run.signals[step][causes_figure.LAYER]
-        true = np.array(of["query_weight_gradient_exact"])
-        errors = np.array(of["query_weight_gradient_error_from_total"])
-        found.append(float(np.max(errors[true > causes_figure.LEAST_GRADIENT])))
-    return found
-
-
-def _two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,g}"
-
-
 _GONE_ON = (2000, 2250, 2500, 2750, 3000)
 
 
@@ -656,8 +640,8 @@ def test_the_page_of_runs_that_went_on_has_what_the_records_have():
             (
                 *(f"{run.largest('score_maximum', step, 1):,.0f}" for step in _GONE_ON),
                 str(sum(x > 512 for of in run.signals[3000] for x in of["score_maximum"])),
-                _two_digits(max(_errors(run, [*_GONE_ON[1:]]))),
-                f"{_behind(run, exact[run.seed]):+.4f}",
+                _two_digits(causes_figure.largest_error(run, _GONE_ON[1:])),
+                f"{_loss_above(run, exact[run.seed], 2500, 2990):+.4f}",
             )
             for run in runs[name]
         ]
@@ -665,10 +649,9 @@ def test_the_page_of_runs_that_went_on_has_what_the_records_have():
         assert said == [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)], name
 
 
-def _behind(run: records.ArmRecord, control: dict[int, float]) -> float:
-    """The mean of the loss less the control's, over the records of steps 2,501 to 2,990."""
-    steps = [step for step in run.losses if 2500 < step < 3000 and step % 10 == 0]
-    assert len(steps) == 49
+def _loss_above(run: records.ArmRecord, control: dict[int, float], after: int, until: int) -> float:
+    """The mean of the loss less the control's, over the records of steps `after` + 1 to `until`."""
+    steps = range(after + 10, until + 1, 10)
     return float(np.mean([run.losses[step] - control[step] for step in steps]))
 
 
@@ -709,7 +692,7 @@ def test_the_page_of_the_rates_has_what_the_records_have():
         values = (
             [f"{run.largest('score_maximum', step, 1):,.0f}" for step in recorded]
             if index < 2
-            else [_two_digits(error) for error in _errors(run, recorded)]
+            else [_two_digits(causes_figure.largest_error(run, [step])) for step in recorded]
         )
         assert [cell.strip() for cell in cells.split("|")] == values + ["–"] * (7 - len(values))
     losses = [runs[name].losses for name in ("flash_1e3", "exact_1e3")]
