@@ -32,7 +32,8 @@ ARITHMETIC = {
     "flash": numerics.FLASH,
     "published": numerics.PUBLISHED.replace(kv_block="all", tile_grads="float32"),
     "delta_dp_p": numerics.DELTA_DP_P.replace(dp="bfloat16"),
-    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16", statistics="lse"),
+    "normalized_delta": numerics.NORMALIZED_DELTA.replace(dp="bfloat16"),
+    "normalized_delta, lse": numerics.NORMALIZED_DELTA.replace(dp="bfloat16", statistics="lse"),
 }
 norm = np.linalg.norm
 
@@ -98,6 +99,8 @@ def expected(variant, num, head, o, lse):
     s = s_exact if num.scores.is_identity else bf16(s_exact)
     dp_exact = do @ v.T
     dp = dp_exact if num.dp.is_identity else bf16(dp_exact)
+    if num.statistics == "m_and_l":  # P is formed from them, whatever lse was returned
+        lse = lse_of(s, sink)
     p = np.exp((s - lse[:, None]).astype(np.float32).astype(np.float64))
     p_sink = np.exp(sink - lse)[:, None]
 
