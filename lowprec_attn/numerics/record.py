@@ -239,8 +239,8 @@ class Numerics:
         arXiv 2609.34272; ECMWF's anemoi-core).
       exponent: how the exponents of P̄ and P are formed. `shift_first`: the largest P̄ of a row is 1;
         `scale_first`: the largest P̄ is 2 to the power of the rounding error of c m, as in `hopper`
-        and in FlashAttention-2, -3 and -4 as their authors build them. O loses 5 % at scores of 4e6
-        (0.02 % at 1e4) if m moves from step to step, there as here; `unfused`: the largest P̄ is
+        and in FlashAttention-2, -3 and -4 as their authors build them. O loses some 5 % at scores
+        of 4e6 if m moves from step to step; `unfused`: the largest P̄ is
         1, but the other P̄ contain the rounding error of c S, as in FlashAttention-2 as PyTorch
         builds it (docs/who_rounds_what.md); `whole_max`: m is a whole number in base 2, so that α
         is a power of two. `whole_max` needs `statistics='m_and_l'`. It rounds the largest P̄ too, so
