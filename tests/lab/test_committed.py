@@ -6,6 +6,8 @@ import itertools
 import re
 import shutil
 import tomllib
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,15 +373,41 @@ def test_errors_of_delta_have_no_mean_of_one_sign():
 def test_the_page_of_the_recipes_has_what_the_records_have():
     directory = RESULTS / "true_bfloat16"
     page = (directory / "recipes" / "README.md").read_text()
-    runs = {run.arm.name: run for run in records.read_all(directory / "recipes")}
-    controls = {run.arm.name: run for run in records.read_all(directory / "delta") if run.seed == 1}
-    runs |= {name: controls[name] for name in ("flash", "exact")}
+    runs = _by_arm(directory / "recipes")
+    controls = _by_arm(directory / "delta")
+    runs |= {name: [run for run in controls[name] if run.seed == 1] for name in ("flash", "exact")}
+    longer = _by_arm(directory / "long_h200")
+    of_exact = {run.seed: run.losses for run in (*longer["exact"], *runs["exact"])}
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", page, re.MULTILINE))
     assert set(rows) == set(runs)
     for name, cells in rows.items():
-        above = _loss_above(runs[name], controls["exact"].losses, 1500, 2000)
-        behind = f"{above:+.3f}".replace("-", "−")
-        assert [cell.strip() for cell in cells.split("|")] == [*_cells(runs[name]), behind], name
+        found = []
+        for run in runs[name]:
+            above = f"{_loss_above(run, of_exact[run.seed], 1500, 2000):+.3f}".replace("-", "−")
+            behind = "other batches" if "context" in name else above
+            found.append((*_cells(run), behind))
+        expected = [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)]
+        assert [cell.strip() for cell in cells.split("|")] == expected, name
+    errors = [causes_figure.largest_error(run, [2000]) for run in runs["flash_b2_999"]]
+    assert f"is {_joined(map(_two_digits, errors))} at step 2,000" in page
+    flash, exact = (
+        _joined(f"{run.largest('score_maximum', 2500, 1):,.0f}" for run in longer[name])
+        for name in ("flash", "exact")
+    )
+    assert f"`flash` has {flash} in layer 1" in page
+    assert f"and `exact` {exact} " in page
+
+
+def _by_arm(directory: Path) -> dict[str, list[records.ArmRecord]]:
+    """The runs of an experiment, in the order of their seeds."""
+    runs = sorted(records.read_all(directory), key=lambda run: (run.arm.name, run.seed))
+    return {name: list(of) for name, of in itertools.groupby(runs, lambda run: run.arm.name)}
+
+
+def _joined(numbers: Iterable[str]) -> str:
+    """Numbers as a sentence has them."""
+    *first, last = numbers
+    return f"{', '.join(first)} and {last}"
 
 
 def test_the_page_of_the_isolation_table_has_what_the_records_have():
