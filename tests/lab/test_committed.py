@@ -390,6 +390,13 @@ def test_the_page_of_the_recipes_has_what_the_records_have():
         assert [cell.strip() for cell in cells.split("|")] == expected, name
     errors = [causes_figure.largest_error(run, [2000]) for run in runs["flash_b2_999"]]
     assert f"is {_joined(map(_two_digits, errors))} at step 2,000" in page
+    largest = max(
+        run.largest("score_maximum", step, 1)
+        for run in runs["flash_b2_999"]
+        for step in run.signals
+    )
+    said = f"`flash` reaches at most {largest:.0f} by step 2,500, 3 of 3"
+    assert said in (ROOT / "docs" / "failure.md").read_text()
     flash, exact = (
         _joined(f"{run.largest('score_maximum', 2500, 1):,.0f}" for run in longer[name])
         for name in ("flash", "exact")
