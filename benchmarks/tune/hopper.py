@@ -268,8 +268,8 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
         o = out.o
     dlse = jnp.zeros_like(out.offset)  # the loss depends on O alone
     of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse, low, out.inverse_l, out.more)
-    _, dp_offset, *correction = query_gradients(of_queries, problem)
-    return *jax.tree.leaves(of_queries), dp_offset, *correction
+    found = query_gradients(of_queries, problem)
+    return tuple(jax.tree.leaves((of_queries, found.dp_offset, found.correction)))
 
 
 def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
@@ -300,7 +300,8 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
             out = forward(x.q, x.k, x.v, problem)
             return tuple(array for array in out if array is not None)
         if kernel == "query_gradients":
-            return query_gradients(x, problem)
+            found = query_gradients(x, problem)
+            return tuple(array for array in found[:3] if array is not None)
         if not problem.sums_queries:
             return tuple(key_gradients(of_keys, problem))
         dq = dq_accumulator.sums(problem)

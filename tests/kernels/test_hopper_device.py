@@ -15,7 +15,7 @@ from kernel_calls import check_rows_without_a_score
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.hidden import ends_by_position
-from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.request import BackwardSums, Extras, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
@@ -534,6 +534,44 @@ def test_the_largest_scores_are_those_of_float32_and_change_no_bit(name: str, lo
     within = 64 * ulp + 2**-20 * (call.soft_cap or 0)
     within += 0 if call.numerics.scores.is_identity else 2**16 * ulp
     np.testing.assert_allclose(found[sees], expected[sees], rtol=0, atol=within)
+
+
+def _reports(call: Call) -> bool:
+    """Whether the kernel of dQ reports row sums."""
+    plain = not (call.has_lengths or call.soft_cap or call.packed)
+    return plain and call.head_size <= 128 and not rounds_products(call.numerics)
+
+
+@BOTH_TABLES
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if _reports(call)])
+def test_row_sums_are_those_of_dq_and_change_no_bit(name: str, long: bool) -> None:
+    call = CALLS[name]
+    spec = call.spec(call.numerics.replace(kv_block=call.kv_block), sizes_of(call, long=long))
+    q, k, v, do = call.arrays()
+    # Where k has a column of ones, dQ is Σ_j dS_ij · scale.
+    q, k = q.at[..., -1].set(0), k.at[..., -1].set(1)
+
+    def step(sums: BackwardSums | None) -> Any:
+        def attend(sums: BackwardSums | None, *qkv: jax.Array) -> Any:
+            given = call.extras()._replace(backward_sums=sums)
+            return hopper.attention(*qkv, given, spec)
+
+        (out, lse), pullback = jax.vjp(attend, sums, q, k, v)
+        return pullback((do.astype(out.dtype), jnp.cos(jnp.where(lse == -jnp.inf, 0, lse))))
+
+    found, *gradients = jax.jit(step)(BackwardSums.zeros(q))
+    _, *without = jax.jit(step)(None)
+    for x, y in zip(gradients, without, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (x, y)))
+    dq = np.asarray(gradients[0][..., -1], np.float32)
+    # dQ is rounded to bfloat16, and its sum has another order.
+    np.testing.assert_allclose(
+        found.ds, dq, rtol=2.0**-8, atol=2.0**-16 * np.abs(gradients[0]).max()
+    )
+    sees = np.asarray(found.p) > 0
+    if not call.has_sinks:
+        rounded = call.numerics.recomputed_probs == "rounded"
+        np.testing.assert_allclose(np.asarray(found.p)[sees], 1, rtol=2**-8 if rounded else 1e-4)
 
 
 @BOTH_TABLES

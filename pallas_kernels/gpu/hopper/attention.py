@@ -84,8 +84,8 @@ def unsupported(request: Request) -> str | None:
             return f"{length} {name} (it takes multiples of {ROWS})"
     if request.mask_shape is not None:
         return "a dense mask"
-    if request.has_backward_sums:
-        return "backward_sums"
+    if request.has_backward_sums and (reason := _unsupported_backward_sums(request)):
+        return reason
     if not spec.scale > 0:  # the row maximum is taken of q kᵀ before it is scaled
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
@@ -149,6 +149,23 @@ def _unsupported_sizes(request: Request) -> str | None:
         return f"delta=after_cast for {given}"
     # dQ is summed in blocks that equal sizes share out evenly.
     return f"unordered=True for {given}" if _is_unordered(request.spec) else None
+
+
+def _unsupported_backward_sums(request: Request) -> str | None:
+    """Names what the row sums of the backward pass are not served with, or returns None."""
+    spec, head_size = request.spec, request.q_shape[-1]
+    asked = {
+        "lengths": request.has_lengths,
+        "unordered=True": _is_unordered(spec),
+        "tile_grads=bfloat16": rounds_products(spec.numerics),
+        # A factor of P is the derivative of the cap, and only the product is at hand.
+        f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None,
+        f"head size {head_size}": is_wide(head_size),
+        "cooperative=True": isinstance(spec.block_sizes, BlockSizes)
+        and spec.block_sizes.query_gradients.cooperative,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    return f"backward_sums with {', '.join(given)}" if given else None
 
 
 def _unsupported_unordered(n: Numerics) -> str | None:
@@ -340,4 +357,5 @@ def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Arra
     from pallas_kernels.gpu.hopper.vjp import attend
 
     read = ("query_lengths", "key_lengths", "query_segments", "key_segments", "sinks")
-    return attend(arrays, Extras(**{name: getattr(extras, name) for name in read}), spec)
+    names = (*read, "backward_sums")
+    return attend(arrays, Extras(**{name: getattr(extras, name) for name in names}), spec)

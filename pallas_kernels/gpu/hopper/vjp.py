@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.request import BackwardSums, Extras, Spec
 from lowprec_attn.arithmetic.transforms import first_order_only, named
 from pallas_kernels.gpu.hopper.backward import dq_accumulator
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
@@ -78,11 +78,15 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
     dlse = dlse.transpose(0, 2, 1)
     ends = None if ends is None else ends.backward(do)
     inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, more, segments, ends)
-    dq, dp_offset, *found = query_gradients(inputs, problem)
-    correction = found[0] if found else None
+    asked = extras.backward_sums is not None
+    dq, dp_offset, correction, row_sums = query_gradients(inputs, problem, reports=asked)
     of_extras = Extras()
+    if row_sums is not None:
+        of_queries = (x[..., : q.shape[1]].transpose(0, 2, 1) for x in row_sums)
+        of_extras = Extras(backward_sums=BackwardSums(*of_queries))
     if extras.sinks is not None:
-        of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
+        dsinks = gradient(extras, offset, inverse_l, dp_offset, problem)
+        of_extras = of_extras._replace(sinks=dsinks)
     keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, more, correction, segments, ends)
     if not problem.packed:
         return (dq, *key_gradients(keys, problem)), of_extras

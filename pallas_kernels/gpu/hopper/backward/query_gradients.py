@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.request import BackwardSums
 from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_query_gradients
 from pallas_kernels.gpu.hopper.backward.query_mainloop import BackwardRows, mainloop
@@ -56,26 +57,28 @@ from pallas_kernels.gpu.hopper.segments import ids_of_block
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
-    """Returns dQ, what dS adds to dP, and with `delta='after_cast'` what corrects dK.
+def query_gradients(x: QueryInputs, problem: Problem, *, reports: bool = False) -> Gradients:
+    """Returns dQ and what else the kernel finds; `reports`: with `BackwardSums`.
 
-    See `Gradients`. dS adds −δ + dlse to dP, times scale unless `scales_last`; with
-    `delta='after_cast'` it adds −δ₀ instead. For a packed array, dQ is plane 0 of an array like it,
-    whose other planes are not written.
+    dS adds −δ + dlse to dP, times scale unless `scales_last`; with `delta='after_cast'` it adds −δ₀
+    instead. For a packed array, dQ is plane 0 of an array like it, whose other planes are not
+    written.
     """
     tile = problem.sizes.query_gradients
     if x.segments is not None:
         x = x._replace(segments=x.segments.by_query(tile, problem.query_tiles(tile)))
     given, structure = jax.tree.flatten(x)
     shared: Scratch = _shared_memory(x, problem, tile)
-    out = [
-        jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-        jax.ShapeDtypeStruct(x.offset.shape, jnp.float32),
-    ]
+    vector: Ref = jax.ShapeDtypeStruct(x.offset.shape, jnp.float32)
+    found = Gradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), vector)
     if problem.corrects_after_cast:
-        out.append(jax.ShapeDtypeStruct(x.do.shape, x.q.dtype))
+        found = found._replace(correction=jax.ShapeDtypeStruct(x.do.shape, x.q.dtype))
+    if reports:
+        found = found._replace(row_sums=BackwardSums(vector, vector))
+    out, structure_of_out = jax.tree.flatten(found)
+    structures = structure, structure_of_out
     kernel = plgpu.kernel(
-        partial(_kernel, structure=structure, problem=problem, tile=tile),
+        partial(_kernel, structures=structures, problem=problem, tile=tile),
         out_type=out,
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
@@ -86,7 +89,7 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
         kernel_name="attention_query_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return tuple(kernel(*given))
+    return jax.tree.unflatten(structure_of_out, kernel(*given))
 
 
 def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> QueryMemory:
@@ -127,10 +130,11 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     )
 
 
-def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) -> None:
+def _kernel(*refs: Ref, structures: Any, problem: Problem, tile: BackwardTile) -> None:
+    structure, structure_of_out = structures
     x = jax.tree.unflatten(structure, refs[: structure.num_leaves])
     *of_out, scratch = refs[structure.num_leaves :]
-    out = Gradients(*of_out)
+    out = jax.tree.unflatten(structure_of_out, of_out)
     shared = scratch._replace(
         rows=Pipeline(scratch.rows, tile.owned_stages),
         k=Pipeline(scratch.k, tile.stages),
@@ -189,17 +193,22 @@ def _consume(
             if x.inverse_l is not None:
                 rows = rows._replace(inverse_l=of_rows(x.inverse_l, work, row))
             rows = rows._replace(large=Large.of(x, work, row, problem))
-            total, *others = mainloop(rows)
-            lacks = None
-            if problem.sums_rows:
-                pk, r, s = others
-                lacks = lacks_of(r, s, dlse, problem)
+            rows = rows._replace(reports=out.row_sums is not None)
+            sums = mainloop(rows)
+            total, lacks = sums.dq, None
+            if sums.pk is not None:
+                lacks = lacks_of(sums.ds[0], sums.p[0], dlse, problem)
                 if problem.normalizes_delta:
                     rows = rows._replace(of_dp=of_dp - lacks)
-                total = total - along_rows(lacks, total.shape) * pk
+                total = total - along_rows(lacks, total.shape) * sums.pk
             # The dK and dV kernel reads it, so that kernel runs after this one.
             if shared.delta is not None:
                 shared.delta[me] = rows.of_dp
+            if out.row_sums is not None:
+                found = sums.reported(lacks, rows.inverse_l, problem)
+                for of_sum, stored in zip(found, out.row_sums, strict=True):
+                    part = stored.at[work.batch, work.head, pl.ds(row, ROWS)]
+                    problem.store_from_registers(row, of_sum, part, end=problem.vector_rows)
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             _epilogue(out, without_beyond(total, row, end), lacks, work, rows)
 

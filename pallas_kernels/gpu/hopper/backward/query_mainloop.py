@@ -16,8 +16,10 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     Large,
     Q,
     QueryMemory,
+    RowSums,
     probs,
-    summed,
+    terms_of_ds,
+    terms_of_p,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
@@ -44,6 +46,7 @@ class BackwardRows(NamedTuple):
       inverse_l: 1 / l [64], a factor of P, if it is saved.
       large: the rows of large scores, if log₂ l is saved.
       ids: the ids of the rows [64], if there are any.
+      reports: whether both of `BackwardSums` are asked for.
     """
 
     problem: Problem
@@ -60,14 +63,15 @@ class BackwardRows(NamedTuple):
     inverse_l: Array | None = None
     large: Large | None = None
     ids: Array | None = None
+    reports: bool = False
 
 
-# Σ dS and Σ P of every row, in parts, if rows are summed; otherwise empty.
-_Sums = tuple[Array, ...]
+# The sums of `terms_of_ds` and of `terms_of_p`, in parts of a row.
+_Sums = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
-def mainloop(rows: BackwardRows) -> tuple[Array, ...]:
-    """Returns Σ dS k over all steps and, if rows are summed, Σ P k, and Σ dS and Σ P [64]."""
+def mainloop(rows: BackwardRows) -> RowSums:
+    """Sums over all steps."""
     problem, end = rows.problem, rows.keys.end
     if (inverse_l := rows.inverse_l) is not None and not problem.sums_rows:
         # dS = P̄ ∘ (dP / l − δ / l) has a multiply-add an entry in the place of the addition of
@@ -78,23 +82,27 @@ def mainloop(rows: BackwardRows) -> tuple[Array, ...]:
         rows = rows._replace(inverse_l=inverse_l)
     sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.sums_rows)
     if problem.rounds_products:
-        return (_long_steps(end, sums, rows),)
-    run = _run_overlapped if rows.tile.overlap_steps else _run
+        return RowSums(_long_steps(end, sums, rows))
+    run = _run_overlapped if rows.tile.overlap_steps and not rows.reports else _run
     return pl.run_scoped(partial(run, end=end, rows=rows), *sums)
 
 
 def _run(
     dq: Accumulator, pk: Accumulator | None = None, *, end: Array, rows: BackwardRows
-) -> tuple[Array, ...]:
-    none: _Sums = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
+) -> RowSums:
+    problem, zero = rows.problem, (constant((ROWS, LANES), 0, TILE),)
+    of_ds = problem.sums_rows + (rows.reports and not problem.corrects_after_cast)
+    none: _Sums = zero * of_ds, zero * (problem.sums_rows + rows.reports)
     rows.ping_pong.enter()
     sums = lax.fori_loop(0, end, lambda t, sums: _step(t, dq, pk, sums, rows), none)
     rows.ping_pong.leave()
-    products = (plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dq, pk) if x is not None)
-    return *products, *(x.sum(axis=1) for x in sums)
+    of_dq = plgpu.wgmma_accumulator_load(dq, wait_n=None)
+    of_pk = None if pk is None else plgpu.wgmma_accumulator_load(pk, wait_n=None)
+    ds, p = (tuple(x.sum(axis=1) for x in of) for of in sums)
+    return RowSums(of_dq, of_pk, ds, p)
 
 
-def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple[Array, ...]:
+def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> RowSums:
     """Runs all steps; dS k starts in the same turn of the ping-pong as the next S and dP."""
 
     # Only address arithmetic comes between the products of two steps. That gives 94 % of the
@@ -113,7 +121,7 @@ def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple
     add(end - 1, ds)
     plgpu.wgmma_wait(0)
     rows.shared.k.consumer_release(rows.steps + end - 1)
-    return (plgpu.wgmma_accumulator_load(dq, wait_n=None),)
+    return RowSums(plgpu.wgmma_accumulator_load(dq, wait_n=None))
 
 
 def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: BackwardRows) -> Array:
@@ -121,7 +129,7 @@ def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: BackwardRows) -
     problem, step = rows.problem, rows.tile.step
 
     def product(first: Array, last: Array, dq: Accumulator) -> Array:
-        lax.fori_loop(first, last, lambda t, none: _step(t, dq, None, none, rows), ())
+        lax.fori_loop(first, last, lambda t, none: _step(t, dq, None, none, rows), ((), ()))
         return plgpu.wgmma_accumulator_load(dq, wait_n=None)
 
     def long_step(i: Array, total: Array) -> Array:
@@ -146,18 +154,27 @@ def _step(
         _begin_sum(pk, probs.astype(dtype), n, rows)
         if rows.shared.operand is not None:
             plgpu.wgmma_wait(0)  # P is read before dS takes its place
+    of_ds, of_p = sums
+    if rows.reports:
+        # Before dS is formed, because there are few registers for both: 144 bytes were spilled.
+        of_p = _added(of_p, terms_of_p(probs, problem, reports=True))
     ds = _ds(probs, dp, rows)
-    if pk is not None:
-        r, s = sums
-        of_ds, of_p = (summed(x, problem) for x in (ds, probs))
-        sums = r + by_lane(jnp.add, of_ds), s + by_lane(jnp.add, of_p)
+    in_ds = terms_of_ds(ds, problem, reports=rows.reports)
+    in_p = () if rows.reports else terms_of_p(probs, problem)
+    of_ds = _added(of_ds, in_ds)
+    if not rows.reports:
+        of_p = _added(of_p, in_p)
     # A held turn goes on until S and dP of the next step are started. Otherwise this returns at
     # once.
     rows.ping_pong.wait_to_end()
     _begin_sum(dq, ds.astype(dtype), n, rows)
     plgpu.wgmma_wait(0)
     rows.shared.k.consumer_release(n)
-    return sums
+    return of_ds, of_p
+
+
+def _added(sums: tuple[Array, ...], terms: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(x + by_lane(jnp.add, y) for x, y in zip(sums, terms, strict=True))
 
 
 def _probs_and_dp(

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
 from lowprec_attn.arithmetic.products import cap_slope
+from lowprec_attn.arithmetic.request import BackwardSums
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.ends import Ends
@@ -74,11 +75,13 @@ class Gradients(NamedTuple):
       dp_offset: what dS adds to dP [B, N, `vector_rows`].
       correction: with `delta='after_cast'`, −λ q [B, T, N, H] as rounded at `ds`. Its product with
         Pᵀ corrects dK.
+      row_sums: both of `BackwardSums`, [B, N, `vector_rows`], if they are asked for.
     """
 
     dq: Ref
     dp_offset: Ref
     correction: Ref = None
+    row_sums: BackwardSums | None = None
 
 
 class QueryMemory(NamedTuple):
@@ -181,11 +184,67 @@ def _delta_of_pieces(halves: list[Ref], do: Ref) -> Array:
     return total.sum(axis=1)
 
 
+def terms_of_ds(ds: Array, problem: Problem, *, reports: bool = False) -> tuple[Array, ...]:
+    """What the rows sum of dS: to correct dQ, if rows are summed, then for `BackwardSums`."""
+    terms = (summed(ds, problem),) if problem.sums_rows else ()
+    if not reports or problem.corrects_after_cast:  # which sums the rounded dS anyway
+        return terms
+    return (*terms, rounded(ds, problem))
+
+
+def terms_of_p(probs: Array, problem: Problem, *, reports: bool = False) -> tuple[Array, ...]:
+    """What the rows sum of P: to correct dQ, if rows are summed, then for `BackwardSums`."""
+    terms = (summed(probs, problem),) if problem.sums_rows else ()
+    if not reports:
+        return terms
+    # Σ P k, which corrects dQ, is of rounded P.
+    return (*terms, rounded(probs, problem) if problem.normalizes_delta else probs)
+
+
 def summed(x: Array, problem: Problem) -> Array:
     """The dS or P whose rows are summed: rounded with `delta='after_cast'`, otherwise not."""
-    if not problem.corrects_after_cast:
-        return x
+    return rounded(x, problem) if problem.corrects_after_cast else x
+
+
+def rounded(x: Array, problem: Problem) -> Array:
+    """The dS or P that products take, in float32."""
     return unpacked(x.astype(problem.dtype), interpret=problem.sizes.interpret)
+
+
+class RowSums(NamedTuple):
+    """What 64 rows sum over the keys.
+
+    Attributes:
+      dq: Σ dS k [64, H].
+      pk: Σ P k [64, H], if rows are summed.
+      ds, p: the sums [64] of `terms_of_ds` and of `terms_of_p`.
+    """
+
+    dq: Array
+    pk: Array | None = None
+    ds: tuple[Array, ...] = ()
+    p: tuple[Array, ...] = ()
+
+    def reported(
+        self, lacks: Array | None, inverse_l: Array | None, problem: Problem
+    ) -> BackwardSums:
+        """The sums of the P and dS in dQ [64], as `arithmetic.backward.QuerySums` has them.
+
+        Args:
+          lacks: what corrects dQ, see `lacks_of`, if rows are summed.
+          inverse_l: 1 / l, which P lacks unless rows are summed, or None.
+          problem: the kernel's problem.
+        """
+        ds, p = self.ds[-1], self.p[-1]
+        if lacks is not None:
+            p_rounded = self.p[0] if problem.corrects_after_cast else self.p[1]
+            ds = ds - lacks * p_rounded
+            p = self.p[1] if problem.corrects_after_cast else self.p[0]
+        elif inverse_l is not None:
+            p = p * inverse_l
+        if problem.scales_last:
+            ds = ds * np.float32(problem.spec.scale)
+        return BackwardSums(p, ds)
 
 
 def lacks_of(r: Array, s: Array, dlse: Array, problem: Problem) -> Array:
