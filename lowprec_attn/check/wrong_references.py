@@ -206,9 +206,7 @@ def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(x.take([0], axis), x.shape[axis], axis)
 
 
-def _lengths(
-    problem: Problem, exact: Exact, *, may_lose_all: bool
-) -> Iterator[tuple[str, Found]]:
+def _lengths(problem: Problem, exact: Exact, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
     """Yields mistakes at the last tile of keys or rows.
 
     Args:
