@@ -58,7 +58,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The gradients and their intermediates dP, δ and dS, all float64."""
+    """The gradients, their intermediates dP, δ and dS, and the forward pass; all float64."""
 
     dq: Float64[np.ndarray, "B T N H"]
     dk: Float64[np.ndarray, "B S K H"]
@@ -67,6 +67,7 @@ class Backward:
     delta: Float64[np.ndarray, "B T N"]
     ds: Float64[np.ndarray, "B N T S"]
     dsinks: Float64[np.ndarray, "N"]
+    forward: Forward
 
 
 def attention(
@@ -151,7 +152,7 @@ def backward(
     less = (delta - of_lse)[..., 0].transpose(0, 2, 1)
     dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * less, axis=(0, 1))
     delta = delta[..., 0].transpose(0, 2, 1)
-    return Backward(dq, dk, dv, dp, delta, ds, dsinks)
+    return Backward(dq, dk, dv, dp, delta, ds, dsinks, forward)
 
 
 def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray, "B T N"]:

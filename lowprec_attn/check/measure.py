@@ -63,9 +63,8 @@ def exact(problem: Problem) -> Exact:
 
 def both_passes(problem: Problem) -> tuple[reference.Forward, reference.Backward]:
     """Runs the forward and backward passes of the float64 reference."""
-    q, k, v, do = problem.arrays
-    forward = reference.attention(q, k, v, **problem.settings)
-    return forward, reference.backward(q, k, v, do, dlse=problem.dlse, **problem.settings)
+    backward = reference.backward(*problem.arrays, dlse=problem.dlse, **problem.settings)
+    return backward.forward, backward
 
 
 def results(problem: Problem, forward: reference.Forward, backward: reference.Backward) -> Found:

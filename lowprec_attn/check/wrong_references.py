@@ -42,7 +42,7 @@ def of(problem: Problem, exact: Exact, bad: Collection[str]) -> Iterator[tuple[s
         yield words, _reference(problem, **changes)
         if "dlse" not in changes:  # dlse is read in the backward pass only
             yield f"in the backward pass alone, {words}", _backward_alone(problem, exact, changes)
-    yield from _lengths(problem, may_lose_all="o" in bad)
+    yield from _lengths(problem, exact, may_lose_all="o" in bad)
     yield from _heads(problem)
     yield from _batches(problem, exact)
     yield from _softmaxes(problem, exact)
@@ -206,17 +206,17 @@ def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(x.take([0], axis), x.shape[axis], axis)
 
 
-def _lengths(problem: Problem, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
+def _lengths(problem: Problem, exact: Exact, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
     """Yields mistakes at the last tile of keys or rows.
 
     Args:
       problem: the problem.
+      exact: its exact results.
       may_lose_all: whether to include tiles that are larger than the whole length. All keys or rows
         are then lost, and O is zero too.
     """
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     q, k, v, do = problem.arrays
-    right = _reference(problem)
     never = set() if may_lose_all else {0}
     for whole in {keys // tile * tile for tile in _TILES} - {keys} - never:
         yield (
@@ -239,7 +239,7 @@ def _lengths(problem: Problem, *, may_lose_all: bool) -> Iterator[tuple[str, Fou
     for whole in {rows // tile * tile for tile in _TILES} - {rows} - never:
         yield (
             "the last rows, which do not fill a tile, are left out",
-            _without_rows(problem, right, np.arange(rows) >= whole),
+            _without_rows(problem, exact.found, np.arange(rows) >= whole),
         )
 
 

@@ -90,11 +90,10 @@ def train_iterator(
     context: int,
     order: Order,
     *,
-    start_step: int = 0,
     shard: ShardOptions = _ALL_ROWS,
     parts: int = 1,
 ) -> grain.DatasetIterator[Batch]:
-    """Returns an endless iterator over the batches of steps start_step, start_step + 1, …
+    """Returns an endless iterator over the batches of steps 0, 1, …
 
     Its `get_state()` returns a small JSON-serialisable record of the next step, which does not
     depend on what has been read ahead. `set_state` continues from it exactly. Orbax can store the
@@ -104,13 +103,10 @@ def train_iterator(
       tokens: the training text.
       context: tokens per sequence T.
       order: `SeededOrder`, or any function of the step.
-      start_step: first step.
       shard, parts: rows of each batch that this process reads; see `Batches`.
     """
     source = Batches(tokens, context, order, shard, parts)
-    iterator = iter(grain.MapDataset.source(source).to_iter_dataset(_READ_AHEAD))
-    grain.experimental.set_next_index(iterator, start_step)
-    return iterator
+    return iter(grain.MapDataset.source(source).to_iter_dataset(_READ_AHEAD))
 
 
 def require_windows(tokens: Tokens, context: int, batch_size: int, count: int) -> None:

@@ -197,7 +197,7 @@ def token_dtype(vocabulary: int) -> str:
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
-def load(directory: str | Path, *, verify: bool = False) -> Corpus:
+def load(directory: str | Path) -> Corpus:
     """Opens `train.bin` and `val.bin` of a directory.
 
     With a `meta.json` beside them, the files are read as `lowprec-attn prepare` writes them.
@@ -207,7 +207,6 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
 
     Args:
       directory: where the files are.
-      verify: whether to compute the SHA-256 even if it is kept.
 
     Raises:
       DataError: a file is missing, unreadable, truncated, of a length that is not whole ids, or
@@ -222,8 +221,8 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
         )
     meta_path = directory / "meta.json"
     meta = Meta.read(meta_path) if meta_path.exists() else None
-    train = _open_split(directory / "train.bin", meta, verify)
-    val = _open_split(directory / "val.bin", meta, verify)
+    train = _open_split(directory / "train.bin", meta)
+    val = _open_split(directory / "val.bin", meta)
     return Corpus(train, val, f"{directory} ({train.tokenizer} tokens)")
 
 
@@ -260,7 +259,7 @@ def _width_of(head: bytes) -> int:
     return 8 if ids[2::4].max() == 0 and ids[3::4].max() == 0 else 4
 
 
-def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
+def _open_split(path: Path, meta: Meta | None) -> Tokens:
     split = meta.splits[path.stem] if meta else None
     dtype = np.dtype(meta.dtype if meta else "uint16").newbyteorder("<")
     if not path.is_file():
@@ -281,7 +280,7 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
             "it is truncated or belongs to other data; prepare or copy it again"
         )
     with _explained(path):
-        digest = sha256(path) if verify else cached_sha256(path)
+        digest = cached_sha256(path)
         if split and digest != split.sha256:
             digest = sha256(path)  # the kept digest may be the damaged one
         ids = np.memmap(path, dtype, mode="r")

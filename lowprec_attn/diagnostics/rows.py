@@ -38,15 +38,14 @@ def spread(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
     return jnp.where(sees_any, jnp.max(s, axis=-1) - level(s), jnp.float32(0))
 
 
-def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Bool[Array, "... T"]:
-    """Whether a row attains its maximum r_m more than once: #{S ≥ r_m − tolerance} > 1.
+def repeated_maxima(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
+    """Whether a row attains its maximum r_m more than once: #{S = r_m} > 1.
 
     Args:
       s: scores as the run rounds them. Ties are common in bfloat16 and very rare in float32.
-      tolerance: distance ≥ 0 from r_m within which scores count as repeated.
     """
     r_m = jnp.max(s, axis=-1, keepdims=True)
-    return _count(_seen(s) & (s >= r_m - jnp.float32(tolerance))) > 1
+    return _count(_seen(s) & (s == r_m)) > 1
 
 
 def rounded_to_one(

@@ -142,7 +142,7 @@ def test_the_amax_of_probabilities_is_one_whatever_a_tile_holds(point: Point) ->
     p = np.random.default_rng(0).uniform(0, 0.3, (1, 1, 1, 32, 32)).astype(np.float32)
     chosen = EXACT.replace(**{point: "float8_e4m3fn/nvfp4"})
     place = Place(span(0, 32)[:, None], span(0, 32)[None])
-    found = np.asarray(Rounder(chosen, None)(jnp.asarray(p), point, place))[0]
+    found = np.asarray(jax.jit(lambda p: Rounder(chosen, None)(p, point, place))(p))[0]
     expected, of_tile = (
         scales.round_scaled(p[0], E4M3, "nvfp4", amax=amax) for amax in (1.0, None)
     )
@@ -182,9 +182,14 @@ def test_diagnostics_have_the_query_gradient_of_the_run(chosen: Numerics) -> Non
         jax.random.normal(x, (1, 64, 2, 32)) for x in jax.random.split(jax.random.key(3), 4)
     )
     spec = Spec(numerics=chosen, row_max=StandardMax(), scale=0.25, is_causal=True)
-    result = compare(q, k, v, do, Extras(), spec)
-    out, pullback = jax.vjp(lambda q: tiled.attention(q, k, v, Extras(), spec)[0], q)
-    dq = pullback(do.astype(out.dtype))[0]
+
+    @jax.jit
+    def run(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, pullback = jax.vjp(lambda q: tiled.attention(q, k, v, Extras(), spec)[0], q)
+        return out, pullback(do.astype(out.dtype))[0]
+
+    result = jax.jit(lambda *arrays: compare(*arrays, Extras(), spec))(q, k, v, do)
+    out, dq = run(q)
     assert result.gradients is not None
     close = np.isclose(0.25 * result.gradients.dq.run, dq, atol=1e-4, rtol=1e-4)
     assert close.mean() > 0.98  # a dS at a midpoint between codes may round either way

@@ -144,7 +144,6 @@ def test_mutant_that_skips_a_rounding_is_noticed(
         closer(mutant, on, off)
 
 
-@pytest.mark.usefixtures("eager")
 # Points of both passes, an operand of a product, and an output; one line rounds all of them.
 @pytest.mark.parametrize(
     ("point", "mode"),
@@ -160,7 +159,8 @@ def test_mutant_that_skips_a_rounding_is_noticed(
     ],
 )
 def test_other_modes_perturb_as_much_as_rounding_but_otherwise(point: str, mode: str) -> None:
-    result = eager_result("tiled_odd", EXACT.replace(**{point: f"bfloat16:{mode}"}))
+    how, chosen = harness.IMPLEMENTATIONS["tiled_odd"], EXACT.replace(**{point: f"bfloat16:{mode}"})
+    result = harness.run(how, CASE, harness.inputs(CASE), chosen, key=jax.random.key(0))
     on = plain_results("tiled_odd", EXACT.replace(**{point: "bfloat16"}))
     off = plain_results("tiled_odd", EXACT)
     for name in ROUNDINGS[point]:

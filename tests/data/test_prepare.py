@@ -53,7 +53,8 @@ def line(tmp_path):
 
 def test_every_document_lands_in_one_split(out, files, capsys):
     run(out, "--text", *files, "--tokenizer", "bytes", "--val-fraction", "0.2")
-    corpus = tokens.load(out, verify=True)
+    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    corpus = tokens.load(out)
     train, val = byte_documents(corpus.train.ids), byte_documents(corpus.val.ids)
     assert (len(train), len(val)) == (16, 4)
     assert sorted(train + val) == sorted(path.read_bytes().decode() for path in files)
@@ -62,7 +63,6 @@ def test_every_document_lands_in_one_split(out, files, capsys):
     printed = capsys.readouterr().out
     assert f"wrote {out / 'train.bin'}: {corpus.train.count:,} tokens" in printed
     assert f"lowprec-attn train --config=gpt2_bf16 --config.data.path={out}" in printed
-    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
 
 
 def test_the_seed_chooses_what_is_held_out(tmp_path, files):
@@ -92,7 +92,7 @@ def test_data_set_by_the_real_loader(out, tmp_path):
     (tmp_path / "rows.txt").write_text("".join(f"row {i}\n\n" for i in range(30)))
     arguments = ("--data-files", tmp_path / "rows.txt", "--tokenizer", "bytes")
     run(out, "--dataset", "text", *arguments, "--val-fraction", "0.1")
-    corpus = tokens.load(out, verify=True)
+    corpus = tokens.load(out)
     found = byte_documents(corpus.train.ids) + byte_documents(corpus.val.ids)
     assert sorted(found) == sorted(f"row {i}" for i in range(30))
 
@@ -107,7 +107,7 @@ def test_existing_files_are_replaced_only_when_asked(out, files):
     assert (out / "train.bin").read_bytes() == before
     run(*arguments, "--overwrite")
     assert b"o\0t\0h\0e\0r\0" in (out / "train.bin").read_bytes()
-    tokens.load(out, verify=True)
+    tokens.load(out)
 
 
 def test_a_failure_leaves_the_old_files_alone(out, files):
@@ -161,7 +161,7 @@ def test_files_of_one_line_each_are_in_both_splits(out, tmp_path, count, fractio
         path.write_text(path.stem)  # without a newline at its end
     options = ("--tokenizer", "bytes", "--val-fraction", fraction, "--seed", seed)
     run(out, "--text", *paths, *options)
-    corpus = tokens.load(out, verify=True)
+    corpus = tokens.load(out)
     train, val = byte_documents(corpus.train.ids), byte_documents(corpus.val.ids)
     assert sorted(train + val) == [path.stem for path in paths]
     if fraction < 0.5:
@@ -174,7 +174,7 @@ def test_three_small_files_are_cut_so_that_a_part_can_be_held_out(out, tmp_path,
     for path in paths:
         path.write_text("".join(f"{path.stem}: line {i:03}\n" for i in range(100)))
     run(out, "--text", *paths, "--tokenizer", "bytes", "--val-fraction", fraction)
-    corpus = tokens.load(out, verify=True)
+    corpus = tokens.load(out)
     share = corpus.val.count / (corpus.train.count + corpus.val.count)
     assert share == pytest.approx(fraction, abs=0.04)
     texts = "".join(byte_documents(corpus.train.ids) + byte_documents(corpus.val.ids))

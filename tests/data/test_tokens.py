@@ -51,7 +51,7 @@ def test_nanogpt_files_load_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_prepared_files_follow_their_meta(tmp_path, dtype):
-    corpus = tokens.load(write_prepared(tmp_path / "data", dtype), verify=True)
+    corpus = tokens.load(write_prepared(tmp_path / "data", dtype))
     assert corpus.train.ids.tolist() == list(range(100))
     assert corpus.val.ids.tolist() == list(range(50))
     assert (corpus.val.tokenizer, corpus.val.vocabulary) == ("bytes", 300)

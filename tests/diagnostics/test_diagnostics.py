@@ -55,11 +55,9 @@ def test_score_maximum_is_the_largest_size_among_seen_keys():
     np.testing.assert_array_equal(rows.score_maximum(SCORES), [2, 3, 0, 0, 9])
 
 
-@pytest.mark.parametrize(
-    ("tolerance", "expected"), [(0.0, [1, 0, 0, 0, 0]), (1e-3, [1, 1, 0, 0, 0])]
-)
-def test_repeated_maxima_ignore_masked_entries(tolerance, expected):
-    np.testing.assert_array_equal(rows.repeated_maxima(SCORES, tolerance), np.array(expected, bool))
+def test_repeated_maxima_ignore_masked_entries():
+    expected = np.array([1, 0, 0, 0, 0], bool)
+    np.testing.assert_array_equal(rows.repeated_maxima(SCORES), expected)
 
 
 def test_rounded_to_one_contains_the_exact_ties():

@@ -34,6 +34,10 @@ SOME_LONG = ("f32_m8", "f32_m10", "f32_m15", "f32_m22")
 assert set(SOME_LONG) < set(LONG)
 
 
+# One program for each format and shape compiles faster than each of its operations.
+compiled = jax.jit(round_to, static_argnums=(1, 2))
+
+
 def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
     """Checks that bits are equal, including signed zeros; any two NaNs count as equal."""
     result = np.asarray(result)
@@ -125,7 +129,7 @@ def test_stochastic_agrees_with_gfloat_given_the_same_bits(fmt: str) -> None:
         srbits=(bits & ((1 << drop) - 1)).astype(np.int64),
         srnumbits=drop,
     )
-    result = round_to(jnp.asarray(x), fmt, "stochastic", jnp.asarray(bits))
+    result = compiled(x, fmt, "stochastic", bits)
     assert_same_bits(result, oracle.astype(np.float32))
 
 
@@ -153,7 +157,7 @@ def test_stochastic_hits_the_two_neighbours_without_bias(fmt: str) -> None:
         jnp.array([3, 4], jnp.uint32), np.arange(draws)[:, None], np.arange(i.size)[None]
     )
     wide = jnp.broadcast_to(jnp.asarray(x)[None], bits.shape)
-    result = np.asarray(round_to(wide, fmt, "stochastic", bits)).astype(np.float64)
+    result = np.asarray(compiled(wide, fmt, "stochastic", bits)).astype(np.float64)
     assert np.all((result == low) | (result == high))
     up = (result == high).mean(0)
     # For a mean of independent draws, five standard deviations fail in one of 30,000 seeds. The
@@ -191,7 +195,7 @@ def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode
     x = (rng.standard_normal(4096) * 3).astype(np.float32)
     bits = rng.integers(0, 1 << 32, x.shape, np.uint32)
     size = np.abs(expected(x, fmt).astype(np.float64) - x)
-    result = np.asarray(round_to(jnp.asarray(x), fmt, mode, jnp.asarray(bits)))  # type: ignore[arg-type]
+    result = np.asarray(compiled(x, fmt, mode, bits))
     moved = result.astype(np.float64) - x
     # x ± size is computed in float32, with an error of half an ulp of the result.
     assert np.all(np.abs(np.abs(moved) - size) <= np.spacing(np.abs(result)) / 2)
@@ -205,7 +209,7 @@ def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode
     exact = codes(fmt)
     # The sum x ± 0 is float32 arithmetic, in which XLA flushes subnormals.
     exact = exact[np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))]
-    unmoved = round_to(jnp.asarray(exact), fmt, mode, jnp.zeros(exact.shape, jnp.uint32))  # type: ignore[arg-type]
+    unmoved = compiled(exact, fmt, mode, np.zeros(exact.shape, np.uint32))
     np.testing.assert_array_equal(unmoved, exact)
 
 
