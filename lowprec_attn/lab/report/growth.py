@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lowprec_attn.lab.records import ArmRecord, largest_scores
-from lowprec_attn.lab.report.spans import NONE, span
+from lowprec_attn.lab.report.spans import NONE, number, span
 from lowprec_attn.tables import with_legend
 
 _LEGEND = (
-    "Largest |score| of all layers by step, least and largest over the seeds; then over that of "
-    "the negative control with the same seed and batches: the geometric mean, and of how many "
-    "pairs it is above 1. Runs that have ended by a step are left out."
+    "Score: the largest |score| of all layers by step, least and largest over the seeds. Over the "
+    "control's: its ratio to the negative control's score with the same seed and batches, as a "
+    "geometric mean; in brackets in how many pairs it is above 1. Runs that have ended by a step "
+    "are left out."
 )
 
 
@@ -55,4 +56,4 @@ def _ratio(pairs: Sequence[tuple[Mapping[int, float], Mapping[int, float]]], ste
     if not ratios:
         return NONE
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2g} ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)})"
+    return f"{number(mean)} ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)})"

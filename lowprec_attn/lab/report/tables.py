@@ -293,11 +293,11 @@ def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
     if not recorded:
         return None
     legend = (
-        "At a run's last recorded step, of all layers and heads the value of largest size, and its "
-        "layer. Cosines between the matrices (PK)[T]ᵀ X[T] of two tokens of the step; of a token "
-        "of this step and one of the step measured before; and between what all tokens of either "
-        "step have in common (`lowprec_attn.diagnostics.across_steps`). Then the sum of "
-        "(δ_lp − δ_hp)[T] over the tokens of every measurement "
+        "Cells have the value of largest size of all layers and heads, at a run's last recorded "
+        "step, and its layer. First cosines between the matrices (PK)[T]ᵀ X[T] of two tokens of "
+        "the step; of a token of this step and one of the step measured before; and between the "
+        "common directions of either step (`lowprec_attn.diagnostics.across_steps`). Then the sum "
+        "of (δ_lp − δ_hp)[T] over the tokens of every measurement "
         "(`lowprec_attn.training.across_steps`)."
     )
     rows = [
