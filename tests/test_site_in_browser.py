@@ -6,6 +6,7 @@ The photographs stay in pytest's temporary directory (CONTRIBUTING.md).
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from command import ROOT
 
@@ -17,6 +18,15 @@ PAGES = sorted(
 )
 # At 10 points and 110 dots per inch a letter is 15 pixels high. A phone shows at least 9 of them.
 LEAST_SHRINKING = 0.6
+# A figure has few white pixels on a dark page: of its letters at most.
+DARK = 128
+
+# A table wider than the page scrolls in a box of its own, which ends where the page does.
+TABLES_THAT_STICK_OUT = """[...document.querySelectorAll('article table')].filter(table => {
+  const box = table.closest('.table-wrapper');
+  return box === null || getComputedStyle(box).overflowX !== 'auto' ||
+    box.getBoundingClientRect().right > innerWidth;
+}).map(table => table.innerText.slice(0, 60))"""
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +49,20 @@ def shots(tmp_path_factory):
 def test_a_page_fits_and_its_figures_can_be_read(browser, site, shots, name, width, theme):
     browser.open(site / f"{name}.html", width)
     browser.evaluate(f"document.body.dataset.theme = '{theme}'")
-    browser.screenshot(shots / f"{name.replace('/', '-')}-{width}-{theme}.png")
+    pixels = browser.screenshot(shots / f"{name.replace('/', '-')}-{width}-{theme}.png")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(TABLES_THAT_STICK_OUT) == []
     assert browser.messages == []
     assert [url for url in browser.requests if not url.startswith("file:")] == []
     figures = browser.evaluate(
         """[...document.querySelectorAll('article img')].map(image =>
-          [image.src, getComputedStyle(image).content, image.clientWidth, image.naturalWidth])"""
+          [image.src, getComputedStyle(image).content, image.clientWidth, image.naturalWidth,
+           scrollX + image.getBoundingClientRect().x, scrollY + image.getBoundingClientRect().y,
+           image.clientHeight])"""
     )
-    for source, shown, over, of in figures:
+    for source, shown, over, of, x, y, high in figures:
+        figure = pixels[round(y) : round(y + high), round(x) : round(x + over)]
+        assert (np.median(figure) < DARK) == (theme == "dark"), source
         if source.endswith("front_light.png"):  # the only figure with twins (site.css)
             twin = ("narrow_" if width == PHONE else "") + theme
             assert shown.endswith(f'front_{twin}.png")') or (shown, twin) == ("normal", "light")

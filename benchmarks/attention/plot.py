@@ -15,7 +15,7 @@ from lowprec_attn.runs.pages.drawing import write_figure
 
 _OWN = ("hopper ", "gpu ", "tpu ", "tiled ")
 _WORDS = {"forward": "forward pass", "forward+backward": "forward and backward pass"}
-_MARKERS = "os^vD<>PX*p"  # one of its own for every line, for print
+_MARKERS = "os^vD<>PX*p"  # one of its own for every line, for print and beyond ten colours
 _FEW_WORDS = {"forward": "forward pass", "forward+backward": "both passes"}
 
 
@@ -128,7 +128,7 @@ def _draw_lines(axis: Axes, rows: Sequence[Record], value: str, label: str) -> N
     for i, name in enumerate(names):
         points = sorted((r["length"], r[value]) for r in rows if r["name"] == name)
         line = ("-" if name.startswith(_OWN) else "--") + _MARKERS[i % len(_MARKERS)]
-        axis.plot(*zip(*points, strict=True), line, label=name, color=colormaps["tab20"](i % 20))
+        axis.plot(*zip(*points, strict=True), line, label=name, color=colormaps["tab10"](i % 10))
     lengths = sorted({r["length"] for r in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [_short(length) for length in lengths])

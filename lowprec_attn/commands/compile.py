@@ -18,7 +18,11 @@ COMPILER_HOST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
-    parser.description = "Fields of the config are set by --config.NAME=VALUE, as for train.py."
+    parser.description = (
+        "Compiles one training step with the TPU's compiler and prints its memory and operations "
+        "per device. --config.NAME=VALUE sets a field of the config, as for train.py."
+    )
+    parser.epilog = "Exit code 0: the step fits, 1: it does not, or bad input."
     parser.add_argument(
         "--topology", required=True, help="GENERATION:SHAPE, such as v5e:16x16, v4:2x2x1, v5e:1x1"
     )

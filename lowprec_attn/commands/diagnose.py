@@ -55,12 +55,12 @@ EXIT_FOUND = 3
 DEFAULT_NUMERICS = ("flash", "published")
 DEFAULT_ROWS = 16
 
-_EPILOG = """Ō, the output before division by the row sum, and δ = rowsum(dO ∘ O) are compared with
-exact arithmetic on the same scores. O is compared with arithmetic that computes the scores exactly,
-too. Coherence is
-‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for errors of random sign, the square root of the number
-of rows if all are alike. The arrays are those after any position encoding. Exit code 0: no
-warning, 3: a warning, 1: bad input."""
+_EPILOG = """q, k, v are the arrays after any position encoding; do is the gradient of the loss by
+attention's output O. Ō, the output before division by the row sum, and δ = rowsum(dO ∘ O) are
+compared with exact arithmetic on the same scores, O with arithmetic that also computes the scores
+exactly. Coherence is ‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for errors of random sign, the square
+root of the number of rows if all are alike. Exit code 0: no warning, 3: a warning, 1: bad
+input."""
 
 _KV_BLOCK_HELP = "keys per online-softmax step (default: that of the preset, else 256)"
 

@@ -7,7 +7,7 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowprec_attn.commands.config import config_file
 from lowprec_attn.errors import RunError, reading_records
@@ -26,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's actions and their arguments to its parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_run(actions.add_parser("run", help="train all arms; the same command continues"))
-    collect = actions.add_parser("collect", help="write compact records of the arms")
+    collect = _add(actions, "collect", "write compact records of the arms")
     collect.add_argument(
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
     collect.set_defaults(act=_read_and_collect)
-    report = actions.add_parser("report", help="write tables and a figure of these records")
+    report = _add(actions, "report", "write tables and a figure of these records")
     report.add_argument(
         "results",
         type=Path,
@@ -40,10 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "written beside the records",
     )
     report.add_argument(
-        "--layer", type=int, default=1, help="layer of the tables and figure (default %(default)s)"
+        "--layer",
+        type=int,
+        default=1,
+        help="layer of the tables and figure, from 0 (default %(default)s)",
     )
-    report.add_argument("--steps", type=int, nargs="+", help="steps of the table (default: seven)")
-    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="use only these")
+    report.add_argument("--steps", type=int, nargs="+", help="steps of the tables (default: seven)")
+    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="use only these seeds")
     report.add_argument(
         "--figure", type=Path, help="file of the figure (default: figure.png in RESULTS)"
     )
@@ -56,11 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.set_defaults(act=_read_and_report)
 
 
+def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=summary)
+    return parser
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Fields are set in every arm by --config.NAME=VALUE, as for train.py."
+    parser.description = (
+        "Trains all arms of an experiment, each with every seed; the same command continues. "
+        "--config.NAME=VALUE sets a field in every arm, as for train.py."
+    )
     parser.add_argument("experiment", help="definition of the arms: NAME of configs/, or a FILE")
     parser.add_argument("--workdir", type=Path, required=True, help="directory for all arms")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="run only these (default: all)")
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="run only these arms (default: all)"
+    )
     parser.add_argument(
         "--seeds", nargs="+", type=int, metavar="N", help="seeds instead of those of the file"
     )

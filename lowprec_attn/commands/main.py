@@ -23,15 +23,26 @@ from lowprec_attn.errors import (
 
 EXIT_BAD_INPUT = 1
 
+_DESCRIPTION = (
+    "Low-precision attention in JAX: examines a run or a kernel, trains GPT-2 and Llama-style "
+    "models, and compares training runs."
+)
+_EPILOG = (
+    "Has your run exploded? lowprec-attn diagnose step.npz. Do you write a kernel? lowprec-attn "
+    "check MODULE:FUNCTION --causal. COMMAND --help has all options; docs/index.md of the "
+    "repository has all pages."
+)
+
 # Each module has add_arguments(parser) and run(args). Only the requested one is imported, because
 # `diagnose` needs only the core installation and the others need the trainer's packages.
 _COMMANDS = {
     "train": "train GPT-2 or a Llama-style model with a named choice of attention arithmetic",
     "compile": "say whether a training step fits a TPU slice; this needs no TPU",
-    "diagnose": "say whether low precision harms your run, or your own q, k, v and dO",
+    "diagnose": "say whether low precision harms a run of this trainer, or your own arrays q, k, v "
+    "and dO, the gradient of the loss by attention's output O",
     "check": "say whether an attention function's gradient is right, and which arithmetic it "
     "computes",
-    "lab": "run and compare sets of training runs",
+    "lab": "run and compare arms: training runs that differ in named settings",
     "prepare": "make token files from text or a data set",
     "report": "write report.html of a run again",
 }
@@ -138,7 +149,7 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    parser = _Parser(prog="lowprec-attn", description=__doc__)
+    parser = _Parser(prog="lowprec-attn", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--debug", action="store_true", help="show where an error comes from, with any command"

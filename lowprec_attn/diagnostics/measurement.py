@@ -144,7 +144,7 @@ def advice(
     if left[best] > USEFUL_CURE:
         return f"no cure tried halves the error ({best} leaves {left[best]:.1%}, {rest})"
     mean = "mean " if finding.kind == "coherence" else ""
-    return f"{best} would leave {left[best]:.1%} of the {mean}error ({rest})"
+    return f"{best} would leave {left[best]:.1%} of the {mean}error (the others: {rest})"
 
 
 def _cures(found: Arithmetic) -> list[Arithmetic]:

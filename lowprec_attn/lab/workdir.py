@@ -114,7 +114,7 @@ class ArmRun:
             return Outcome(True, f"done, validation loss {loss:.3f}")
         if self.started:
             return Outcome(False, f"interrupted after {many(self.steps_done, 'step')}")
-        return Outcome(False, "not started")
+        return Outcome(False, "not started yet")
 
     @property
     def _complete(self) -> bool:

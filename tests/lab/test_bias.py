@@ -38,7 +38,7 @@ def test_a_layer_has_its_heads_by_seed_and_the_largest_score(tmp_path):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert cells[0] == ["arm", "layer", "seed 1", "seed 2"]
     assert cells[2:] == [
-        ["x=arm", "0", "-0.0100 to +0.0200 (40)", "+0.0000 to +0.0000"],
+        ["x=arm", "0", "-0.0100 to +0.0200 (40)", "+0.0000"],
         ["x=arm", "1", "+0.0000 to +0.0100", "+0.0100 to +0.0300 (1,000)"],
         # 0.005 / 4 is the standard error of the mean of four heads
         ["x=arm", "all", "+0.0050 ± 0.0013", "+0.0100 ± 0.0013"],

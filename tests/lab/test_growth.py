@@ -31,7 +31,7 @@ def test_ratios_are_of_runs_with_one_seed():
     ]
     assert rows(records, [0, 100, 200])[2:] == [
         ["exact", "score", "2 to 4", "10 to 20", "50 to 100"],
-        ["rounded", "score", "2 to 2", "20 to 4,000", "100 to 5,000"],
+        ["rounded", "score", "2", "20 to 4,000", "100 to 5,000"],
         ["", "over the control's", "0.71 (0 of 2)", "2 (1 of 2)", "1 (0 of 1)"],
     ]
 

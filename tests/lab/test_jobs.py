@@ -32,7 +32,7 @@ def test_arms_run_as_jobs_and_the_same_command_continues(lab, monkeypatch):
     code, output = lab(acts, SLURM)
     assert code == EXIT_BAD_INPUT
     for name in acts:
-        assert f"{name}: not started; waits for this host (job " in output
+        assert f"{name}: not started yet; waits for this host (job " in output
     assert "good: done, validation loss 2.500" in output
     assert "wild: not finite at step 7" in output
     error = output[output.index("error: ") :]

@@ -392,8 +392,8 @@ def _conversions(found: dict[str, np.ndarray]) -> Iterator[str]:
     double = [name for name, array in found.items() if array.dtype == np.float64]
     if raw:
         yield (
-            f"{', '.join(raw)}: two-byte values without a type (|V2) read as bfloat16, "
-            "which npz files have no name for"
+            f"{', '.join(raw)}: read as bfloat16; npz files have no name for it, so they hold "
+            "two-byte values without a type (|V2)"
         )
     if double:
         yield f"{', '.join(double)}: float64 converted to float32"

@@ -237,6 +237,6 @@ def _notes(layer: Layer) -> Iterator[str]:
         yield "there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped"
     elif layer.x is None:
         yield (
-            "δ share is of dQ: without x, the input of W_Q, its gradient is not known; the rule "
-            "was set on that of W_Q"
+            "δ share is of dQ, because W_Q's gradient needs x, the input of W_Q; the rule was set "
+            "on shares of W_Q's gradient"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.report.spans import NONE, span
 from lowprec_attn.tables import with_legend
 
 Line = Mapping[str, Any]
@@ -52,12 +53,16 @@ def _table(measured: Sequence[tuple[Line, ArmRecord]]) -> str:
     legend = (
         f"The mean of δ's error over its RMS at step {_several(steps)}, over {_several(draws)} "
         f"sequences (`python -m benchmarks.delta_bias`): of a layer the smallest and largest of "
-        f"its heads, each with a standard error of {min(errors):.2g} to {max(errors):.2g}; in "
+        f"its heads, each with a standard error of {span(errors, _two_digits)}; in "
         "brackets the largest |score|, in the layer that has it. Then the mean of all heads with "
         "its standard error, as if they were independent."
     )
-    body = [[*row, *(cells.get(seed, "–") for seed in seeds)] for row, cells in rows.items()]
+    body = [[*row, *(cells.get(seed, NONE) for seed in seeds)] for row, cells in rows.items()]
     return with_legend(legend, ["arm", "layer", *(f"seed {seed}" for seed in seeds)], body)
+
+
+def _two_digits(x: float) -> str:
+    return f"{x:.2g}"
 
 
 def _several(numbers: set[int]) -> str:
@@ -69,7 +74,7 @@ def _cells(line: Line, record: ArmRecord) -> Iterator[tuple[str, str]]:
     scores = [record.largest("score_maximum", step, layer) for layer in range(len(means))]
     for layer, heads in enumerate(means):
         score = f" ({scores[layer]:,.0f})" if scores[layer] == max(scores) else ""
-        yield str(layer), f"{min(heads):+.4f} to {max(heads):+.4f}{score}"
+        yield str(layer), span(heads, "{:+.4f}".format) + score
     every = [mean for heads in means for mean in heads]
     error = math.hypot(*(error for heads in line["error"] for error in heads)) / len(every)
     yield "all", f"{sum(every) / len(every):+.4f} ± {error:.4f}"

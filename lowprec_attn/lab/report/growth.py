@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lowprec_attn.lab.records import ArmRecord, largest_scores
+from lowprec_attn.lab.report.spans import NONE, number, span
 from lowprec_attn.tables import with_legend
 
 _LEGEND = (
-    "Largest |score| of all layers by step, least and largest over the seeds; then over that of "
-    "the negative control with the same seed and batches: the geometric mean, and of how many "
-    "pairs it is above 1. Runs that have ended by a step are left out."
+    "Score: the largest |score| of all layers by step, least and largest over the seeds. Over the "
+    "control's: its ratio to the negative control's score with the same seed and batches, as a "
+    "geometric mean; in brackets in how many pairs it is above 1. Runs that have ended by a step "
+    "are left out."
 )
 
 
@@ -46,13 +48,12 @@ def _largest(record: ArmRecord) -> dict[int, float]:
 
 
 def _span(runs: Iterable[Mapping[int, float]], step: int) -> str:
-    values = [run[step] for run in runs if step in run]
-    return f"{min(values):,.0f} to {max(values):,.0f}" if values else "–"
+    return span(run[step] for run in runs if step in run)
 
 
 def _ratio(pairs: Sequence[tuple[Mapping[int, float], Mapping[int, float]]], step: int) -> str:
     ratios = [run[step] / other[step] for run, other in pairs if step in run and step in other]
     if not ratios:
-        return "–"
+        return NONE
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2g} ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)})"
+    return f"{number(mean)} ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)})"

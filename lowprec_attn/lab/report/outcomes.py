@@ -73,12 +73,13 @@ class ArmOutcome:
         return not self.records[seed].held or _is_far_above(self.excess.get(seed))
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the share of runs that explode (Wilson, 1927).
 
-        It counts the runs that exploded, are healthy or are behind. Without such runs it is 0 to 1.
+        It counts the runs that exploded, are healthy or are behind. Without such runs it is None.
         """
-        return wilson(self.exploded, sum(word in _KNOWN for word in self.words.values()))
+        known = sum(word in _KNOWN for word in self.words.values())
+        return wilson(self.exploded, known) if known else None
 
     @property
     def median_explosion(self) -> float | None:
@@ -88,9 +89,7 @@ class ArmOutcome:
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share (Wilson, 1927); 0 to 1 without trials."""
-    if trials == 0:
-        return (0.0, 1.0)
+    """Returns the 95 % interval of the share of `hits` among 1 or more `trials` (Wilson, 1927)."""
     found = binomtest(hits, trials).proportion_ci(method="wilson")
     return (float(found.low), float(found.high))
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from lowprec_attn.counts import many
 from lowprec_attn.lab.records import ArmRecord, ran_away, runaway, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
+from lowprec_attn.lab.report.spans import NONE
+from lowprec_attn.lab.report.tables import share_interval
 from lowprec_attn.lab.report.warnings import loss_table, warning_table
 from lowprec_attn.tables import markdown, with_legend
 
@@ -96,8 +98,8 @@ def _row(outcome: ArmOutcome) -> list[str]:
         outcome.mechanism,
         f"{outcome.arm.control} control" if outcome.arm.control else "",
         f"{outcome.exploded} of {len(outcome.records)}",
-        "{:.0%} to {:.0%}".format(*outcome.interval),
-        "–" if median is None else f"{median:,.0f}",
+        share_interval(outcome),
+        NONE if median is None else f"{median:,.0f}",
         *(
             str(sum(word == one for word in outcome.words.values()) or "")
             for one in ("not finite", "censored", "growing")

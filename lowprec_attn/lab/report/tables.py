@@ -17,6 +17,7 @@ from lowprec_attn.lab.report.outcomes import (
     Word,
     undecided,
 )
+from lowprec_attn.lab.report.spans import NONE, number, span
 from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
@@ -114,9 +115,8 @@ def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
     rows = []
     for (arm, what), records in ended.items():
         steps = {record.not_finite for record in records if record.not_finite is not None}
-        span = " to ".join(f"{step:,}" for step in sorted({min(steps), max(steps)}))
         after = sum(record.explosion is not None for record in records)
-        rows.append([arm, str(len(records)), span, what, str(after or "")])
+        rows.append([arm, str(len(records)), span(steps, _step), what, str(after or "")])
     legend = "Runs that ended at a step that was withheld: where the first value was not finite."
     header = ["arm", "runs", "step", "not finite", "of which exploded before"]
     return with_legend(legend, header, rows)
@@ -149,11 +149,20 @@ def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
         f"{outcome.arm.title}{control}",
         outcome.mechanism,
         f"{outcome.exploded} of {len(outcome.records)}",
-        "{:.0%} to {:.0%}".format(*outcome.interval),
+        share_interval(outcome),
         _explosions(outcome, seeds),
-        "–" if median is None else f"{median:,.0f}",
+        NONE if median is None else f"{median:,.0f}",
         _excesses(outcome, seeds),
     ]
+
+
+def share_interval(outcome: ArmOutcome) -> str:
+    """Returns the 95 % interval of the share of runs that explode; a dash if no run is known."""
+    return NONE if outcome.interval is None else "{:.0%} to {:.0%}".format(*outcome.interval)
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}"
 
 
 def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -161,7 +170,7 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
         return _BETWEEN.join(_end(outcome, seed) for seed in seeds)
     steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
     counts = collections.Counter(outcome.words.values())
-    parts = [f"{min(steps):,} to {max(steps):,}"] if steps else []
+    parts = [span(steps, _step)] if steps else []
     others: tuple[Word, ...] = ("behind", "healthy", "growing", "censored", "not finite")
     parts += [f"{counts[word]} {word}" for word in others if counts[word]]
     return _BETWEEN.join(parts)
@@ -176,12 +185,12 @@ def _scores(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
             (of_layers,) = largest_scores({step: record.signals[step]}).values()
             last[seed] = float(np.max(of_layers))  # unlike `max`, it keeps a NaN
     if not last:
-        return "–"
+        return NONE
     if len(seeds) <= _SEEDS_LISTED:
         return _by_seed(
-            dict.fromkeys(outcome.records, "–") | {s: _number(x) for s, x in last.items()}, seeds
+            dict.fromkeys(outcome.records, NONE) | {s: number(x) for s, x in last.items()}, seeds
         )
-    return f"{_number(min(last.values()))} to {_number(max(last.values()))}"
+    return span(last.values())
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -189,7 +198,7 @@ def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
         return ran_away(outcome.records.values())
     found = {seed: record.large_heads for seed, record in outcome.records.items()}
     texts = {
-        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
+        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else NONE
         for seed, large in found.items()
     }
     return _by_seed(texts, seeds)
@@ -199,21 +208,21 @@ def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     """Returns how often each run went back to an earlier step."""
     counts = {seed: len(record.rollbacks) for seed, record in outcome.records.items()}
     if not any(counts.values()):
-        return "–"
+        return NONE
     if len(seeds) <= _SEEDS_LISTED:
         return _by_seed({seed: str(count) for seed, count in counts.items()}, seeds)
-    return f"{min(counts.values())} to {max(counts.values())}"
+    return span(counts.values(), str)
 
 
 def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     values = [value for value in outcome.excess.values() if math.isfinite(value)]
     if not values:
-        return "–"
+        return NONE
     if len(seeds) <= _SEEDS_LISTED:
-        texts = dict.fromkeys(outcome.records, "–")
+        texts = dict.fromkeys(outcome.records, NONE)
         known = {s: f"{x:+.3f}" for s, x in outcome.excess.items() if math.isfinite(x)}
         return _by_seed({**texts, **known}, seeds)
-    return f"{min(values):+.3f} to {max(values):+.3f}"
+    return span(values, "{:+.3f}".format)
 
 
 def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
@@ -284,11 +293,11 @@ def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
     if not recorded:
         return None
     legend = (
-        "At a run's last recorded step, of all layers and heads the value of largest size, and its "
-        "layer. Cosines between the matrices (PK)[T]ᵀ X[T] of two tokens of the step; of a token "
-        "of this step and one of the step measured before; and between what all tokens of either "
-        "step have in common (`lowprec_attn.diagnostics.across_steps`). Then the sum of "
-        "(δ_lp − δ_hp)[T] over the tokens of every measurement "
+        "Cells have the value of largest size of all layers and heads, at a run's last recorded "
+        "step, and its layer. First cosines between the matrices (PK)[T]ᵀ X[T] of two tokens of "
+        "the step; of a token of this step and one of the step measured before; and between the "
+        "common directions of either step (`lowprec_attn.diagnostics.across_steps`). Then the sum "
+        "of (δ_lp − δ_hp)[T] over the tokens of every measurement "
         "(`lowprec_attn.training.across_steps`)."
     )
     rows = [
@@ -303,7 +312,7 @@ def _extreme(record: ArmRecord, name: str) -> str:
     layers = record.signals[max(record.signals)]
     values = [(x, i) for i, layer in enumerate(layers) for x in layer.get(name, ())]
     if not values:
-        return "–"
+        return NONE
     value, layer = max(values, key=lambda pair: math.inf if pair[0] != pair[0] else abs(pair[0]))
     return f"{value:.2g} in {layer}"
 
@@ -330,14 +339,14 @@ def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
     return [
         record.arm.title,
         *(
-            marked(_number(record.largest("score_maximum", step, layer)), step)
+            marked(number(record.largest("score_maximum", step, layer)), step)
             if step in record.signals
-            else "–"
+            else NONE
             for step in steps
         ),
-        marked(_number(max(others)), last) if others else "–",
+        marked(number(max(others)), last) if others else NONE,
         f"{record.largest('query_weight_norm', last, layer):.1f}",
-        f"{losses[max(losses)]:.3f}" if losses else "–",
+        f"{losses[max(losses)]:.3f}" if losses else NONE,
         _largest_rise(losses),
         "no" if record.not_finite is None else f"{record.not_finite}",
     ]
@@ -347,13 +356,8 @@ def _largest_rise(losses: Mapping[int, float]) -> str:
     """Returns the most by which a loss exceeds an earlier one, and the step, as text."""
     steps = sorted(losses)
     if len(steps) < 2:
-        return "–"
+        return NONE
     values = np.array([losses[step] for step in steps])
     rises = values - np.minimum.accumulate(values)
     last = int(np.argmax(rises))
     return "none" if rises[last] == 0 else f"{rises[last]:.2f} at {steps[last]}"
-
-
-def _number(x: float) -> str:
-    """Formats a number from 10 on without decimals, and a smaller one with two digits."""
-    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"

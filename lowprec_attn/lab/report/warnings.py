@@ -127,10 +127,10 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
         return None
     legend = (
         "Alarms: the first recorded step at which a head of some layer meets a rule of "
-        "`lowprec_attn.diagnostics.rules`; one in brackets is no warning by itself. The gradient's "
-        "norm is that of `lowprec_attn.runs.instability.gradient_norm`. Lead: steps from there to "
-        "the explosion, median and smallest. Not finite: runs that a value ended which was not "
-        "finite, with an alarm before. False: alarms in runs that held, by arm."
+        "`lowprec_attn.diagnostics.rules`; a rule in brackets is no warning by itself. The rule of "
+        "the gradient's norm stands in `lowprec_attn.runs.instability.gradient_norm`. Lead: steps "
+        "from the alarm to the explosion, median and smallest. Not finite: runs that ended at a "
+        "value that was not finite, with an alarm before. False: alarms in runs that held, by arm."
     )
     header = [
         "rule",
@@ -168,10 +168,10 @@ def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
     if counts.leads:
         lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"
     return [
-        f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
+        _of(len(counts.leads), len(counts.leads) + counts.missed),
         lead,
         _of(counts.not_finite, counts.not_finite + counts.not_finite_missed),
-        f"{counts.false_alarms} of {len(held)}",
+        _of(counts.false_alarms, len(held)),
         ", ".join(f"{arm} {count}" for arm, count in sorted(arms.items())) or "–",
     ]
 
@@ -241,8 +241,8 @@ def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:
     return [
         *_before(exploded),
         *_before(not_finite),
-        f"{sum(events.spike is not None for events in held)} of {len(held)}",
-        f"{sum(events.divergence is not None for events in held)} of {len(held)}",
+        _of(sum(events.spike is not None for events in held), len(held)),
+        _of(sum(events.divergence is not None for events in held), len(held)),
     ]
 
 

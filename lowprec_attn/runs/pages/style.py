@@ -23,8 +23,9 @@ LIMIT = "gray"
 # of its own, for print.
 BREAKS, BREAKS_TOO, HOLDS, FLOAT32 = "#d55e00", "#cc79a7", "#009e73", "#2f8fd0"
 
-# A panel of the lab shows one arm, with its control behind it.
-ARM, CONTROL = "C0", "0.75"
+# A panel of the lab shows one arm, with its control behind it in a grey that stands out from white
+# and, inverted, from a dark page.
+ARM, CONTROL = "C0", "0.55"
 CHOSEN_LAYER = "red"
 EXPLODED: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
 NOT_FINITE: dict[str, Any] = {"color": "k", "marker": "x", "markersize": 5, "linestyle": "none"}
