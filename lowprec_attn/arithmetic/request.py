@@ -109,9 +109,11 @@ class BackwardSums(NamedTuple):
 
     @classmethod
     def zeros(cls, query: Any) -> "BackwardSums":
-        """Returns the zeros for a call with these queries [B, T, N, H].
+        """Returns the zeros for a call with these queries: float32 [B, T, N] for each sum.
 
-        A packed array is not recognised as such: pass an array of the shape of q.
+        Args:
+          query: an array of the shape of q, [B, T, N, H]. Only its shape is read. For a packed
+            array [B, T, 3, N, H] pass its part of q.
         """
         zeros = jnp.zeros(jnp.shape(query)[:-1], jnp.float32)
         return cls(zeros, zeros)

@@ -153,7 +153,11 @@ def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
-    """The name of the implementation that serves the request on its platform.
+    """Returns the name of the implementation that serves the request on its platform.
+
+    Args:
+      request: the properties of a call; `arithmetic.request.Request.of` reads them from arrays.
+      implementation: the only implementation to ask; None: the fastest that serves the request.
 
     Raises:
       ValueError: the name is unknown.
@@ -189,11 +193,15 @@ def keys_per_step(request: Request, implementation: str | None = None) -> int:
 
 
 def exponent_of(request: Request, implementation: str | None = None) -> str:
-    """How the implementation that serves the request forms exponents, see `Numerics.exponent`.
+    """Returns how the implementation that serves the request forms exponents.
 
-    If `Numerics.exponent` is None, each implementation chooses for itself, and some choose
-    differently in the two passes. The answer is then 'shift_first', 'scale_first', or
-    'shift_first, backward scale_first'.
+    The answer is a value of `Numerics.exponent`. If that field is None, each implementation chooses
+    for itself, and some choose differently in the two passes. The answer is then 'shift_first',
+    'scale_first', or 'shift_first, backward scale_first'.
+
+    Args:
+      request: see `resolve`.
+      implementation: see `resolve`.
 
     Raises:
       ValueError, UnsupportedError: as `resolve` does.

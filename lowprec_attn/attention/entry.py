@@ -57,7 +57,10 @@ def dot_product_attention(
 ) -> Float[Array, "B T N V"] | tuple[Array, ...]:
     """Computes O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
-    Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
+    It takes the arguments of `jax.nn.dot_product_attention`, by position and by name. Both passes
+    follow FlashAttention-2 (Dao, arXiv 2307.08691, Algorithms 1 and 2); `numerics.record` has the
+    equations with every rounding. B is the batch, T and S are the numbers of queries and keys, N
+    and K are the numbers of query heads and key heads, and H is the head size.
 
     The function is differentiable in q, k, v, bias, sinks and a traced scale, in reverse mode.
     `numerics` names the roundings of its hand-written backward pass too. It works under `jit`,
@@ -82,8 +85,8 @@ def dot_product_attention(
       value: v [B, S, K, V] of q's dtype. The head size V, which O shares, may differ from H, as in
         multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve V ≠ H; `hopper`
         serves V = 128 with H = 192 and 64 with 128, but only if it is named.
-      bias: added to the scores.
-      mask: True if a query may see a key.
+      bias: added to the scores, [B, N, T, S]. Each axis may be 1.
+      mask: True if a query may see a key, boolean [B, N, T, S]. Each axis may be 1.
       scale: factor of q kᵀ, by default 1/√H. It is applied in float32. The kernels decline a traced
         scale.
       logits_soft_cap: the cap c > 0 (Gemma 2 uses 50), or None for no cap; not traced. Scores are
@@ -91,10 +94,10 @@ def dot_product_attention(
         `tiled` and `dense` serve it. It excludes `delta='after_cast'` and `mean_key='subtracted'`
         in `numerics`, because rows of dS no longer sum to zero.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
-      query_seq_lengths: number of valid queries per batch element, from 0 to T. A row beyond it,
-        like any row that sees no key, has O = 0 and lse = −inf. (`PublishedMax` gives
+      query_seq_lengths: number of valid queries per batch element, [B], from 0 to T. A row beyond
+        it, like any row that sees no key, has O = 0 and lse = −inf. (`PublishedMax` gives
         lse = log(clamp) if a mask, segments or a negative query_offset hide all keys.)
-      key_value_seq_lengths: number of valid keys per batch element, from 0 to S.
+      key_value_seq_lengths: number of valid keys per batch element, [B], from 0 to S.
       local_window_size: (left, right), or one int for both; not traced. Row t sees the keys
         t + query_offset − left <= s <= t + query_offset + right. Tiles outside the window are
         skipped.
@@ -104,10 +107,10 @@ def dot_product_attention(
         `jax.nn` does. `'end'` aligns the last query with the last key: the offset is S − T, or the
         difference of the lengths if they are given. The kernels serve only 0; `tiled` and `dense`
         serve any offset.
-      query_segment_ids: ids of packed sequences. A row sees only keys of its own segment. Results
-        equal those of the corresponding dense mask, which is never formed.
-      key_value_segment_ids: ids of the keys; by default the ids of the queries, if T = S.
-      sinks: one learned score per query head, as in gpt-oss. It is one more score in each row,
+      query_segment_ids: integer ids of packed sequences, [B, T]. A row sees only keys of its own
+        segment. Results equal those of the corresponding dense mask, which is never formed.
+      key_value_segment_ids: ids of the keys, [B, S]; by default the ids of the queries, if T = S.
+      sinks: one learned score per query head, [N], as in gpt-oss. It is one more score in each row,
         without a key or value. It is added after scale, soft cap and bias, and no mask hides it.
         lse includes it. A row that sees no key has lse = the sink, and passes on only the gradient
         dlse. A row beyond `query_seq_lengths` has lse = −inf. A sink of −inf has no effect. The

@@ -102,6 +102,9 @@ def explanation(request: Request) -> str:
 
     An example is `gpu, since hopper does not support NVIDIA A100 (it needs a Hopper GPU)`.
 
+    Args:
+      request: see `resolve`.
+
     Raises:
       UnsupportedError: no implementation serves the request.
     """

@@ -72,8 +72,10 @@ class Report:
       bugs: errors that no rounding explains.
       risks: sentences about risks.
       notes: sentences about further observations.
-      effects: what the errors of dQ do to training, by name of the clustered problem.
-      cures: what each cure leaves of these effects; empty if no cure is needed.
+      effects: the errors of dQ and of W_Q's gradient and the row sum of dS, by name of the
+        clustered problem.
+      cures: the largest effects that remain with each cure, by its preset; empty if no cure is
+        needed.
       allowed: the largest row sum of dS that is no risk.
       errors: ‖x − x64‖ / ‖x64‖ of every problem and result.
       refused: the problems that the kernel refused, each with the reason.

@@ -54,7 +54,7 @@ class Options:
       lse_gradient: whether to try the gradient of lse, if the function returns lse beside O.
       alignment: whether the causal diagonal and the window are aligned at the first (`start`) or at
         the last (`end`) row and key, if the lengths differ; None: whichever fits its O better.
-      numerics: the arithmetic of this library's implementations.
+      numerics: the preset that this library's implementations compute.
       tokens, head_size: the sizes of the core problems; None: what suits the target.
     """
 

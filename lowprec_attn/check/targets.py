@@ -29,6 +29,12 @@ _NAMES = {"window": "window", "soft_cap": "soft cap", "sinks": "sinks", "bias": 
 def find(name: str, options: Options | None = None) -> Target:
     """Returns the target with this name.
 
+    Args:
+      name: `jax.nn`, `torch.sdpa`, `torch.flex`, `flash_attn`, `flash_attn_interface`,
+        `lowprec_attn`, `tokamax` or `splash`, each with an implementation after a colon if it has
+        several, such as `jax.nn:cudnn`; or MODULE:FUNCTION.
+      options: how the function is called; None: the defaults of `Options`.
+
     Raises:
       TargetError: there is no such target, its library is not installed, an option is missing or
         does not apply, or the target lacks what every problem should have.

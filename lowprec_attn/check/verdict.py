@@ -29,11 +29,17 @@ def check(
 ) -> Report:
     """Runs a target forward and backward on every problem that it serves, and judges it.
 
+    O, dQ, dK, dV and a returned lse are compared with float64 and with emulations of the presets.
+    With the default sizes this takes ten seconds to a minute on a CPU.
+
     Args:
       target: see `targets.find` and `functions.of_function`.
       dtype: the dtype of q, k, v, dO, sinks and bias: `bfloat16`, `float16` or `float32`.
       seed: the seed of the problems.
       out: folder for the smallest case of each bug and its script; None: none is written.
+
+    Returns:
+      The report, whose `state` is `right`, `risk` or `bug`.
 
     Raises:
       TargetError: the target cannot be called at all, or a script for `out` cannot import it.

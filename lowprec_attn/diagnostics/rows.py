@@ -22,7 +22,11 @@ def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
 
 
 def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
-    """max |S| over the keys that a row sees; 0 for a row that sees no key."""
+    """Returns max |S| over the keys that a row sees, or 0 for a row that sees no key.
+
+    Args:
+      s: scores after a soft cap. A score at or below `numerics.MASKED` is a key that is not seen.
+    """
     return jnp.max(jnp.where(_seen(s), jnp.abs(s), jnp.float32(0)), axis=-1)
 
 
@@ -41,8 +45,11 @@ def spread(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
 def repeated_maxima(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
     """Whether a row attains its maximum r_m more than once: #{S = r_m} > 1.
 
+    The dynamic maximum of arXiv 2510.04212 (Algorithm 2) acts on such rows.
+
     Args:
-      s: scores as the run rounds them. Ties are common in bfloat16 and very rare in float32.
+      s: scores as the run rounds them, as in `score_maximum`. Ties are common in bfloat16 and very
+        rare in float32.
     """
     r_m = jnp.max(s, axis=-1, keepdims=True)
     return _count(_seen(s) & (s == r_m)) > 1
@@ -56,6 +63,11 @@ def rounded_to_one(
     Two rows of V then enter P̄·V with full weight. In bfloat16 this takes two scores within about
     2⁻⁹ of r_m, so every exact tie of the maximum counts. r_m is the maximum of the row over all
     keys and the sink, whatever row-max rule the run uses. Rounding is to nearest.
+
+    Args:
+      s: scores, as in `score_maximum`.
+      probs: the rounding of P̄, `Numerics.probs`.
+      sink: the sink's score of each row; None without sinks. A sink is no key.
     """
     r_m = _largest(s) if sink is None else jnp.maximum(_largest(s), sink)
     p_bar = jnp.exp(s - r_m)
@@ -74,8 +86,13 @@ def dominated_rows(
 ) -> Bool[Array, "... T"]:
     """Whether one key of a row has nearly all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
 
-    The sum is over the keys and the sink; r_m is the largest score of a key. The default threshold
-    is the smallest P that bfloat16 rounds to 1.
+    The sum is over the keys and the sink; r_m is the largest score of a key. It is False for a row
+    that sees no key.
+
+    Args:
+      s: scores, as in `score_maximum`.
+      threshold: a weight in (0, 1]. The default is the smallest P that bfloat16 rounds to 1.
+      sink: the sink's score of each row; None without sinks.
     """
     r_m = _largest(s)
     weights = jnp.where(_seen(s), jnp.exp(s - r_m), jnp.float32(0))

@@ -80,7 +80,7 @@ def attention_signals(
       query_weight_gradient_error_from_scores, _from_lse, _from_exponent, _from_dp, _from_delta,
         _from_ds: ‖part of the error of dW_Q‖_F over query_weight_gradient_exact, for each source
         of `diagnostics.sources`. The parts add up to the whole error; their norms do not. _from_p
-        is the part of lse and exponent together, which is that of P in the backward pass.
+        is the part of lse and exponent together: the error of P in the backward pass.
         _from_total is the whole error, without `tile_grads` and `grads`.
       query_weight_gradient_error_measured, where dQ was returned: ‖dW_Q − exact‖_F over
         query_weight_gradient_exact, for dW_Q of the returned dQ with all its roundings.

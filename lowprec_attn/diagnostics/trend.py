@@ -27,7 +27,13 @@ LEAST_BEFORE = 3
 
 
 class TrendRatios(NamedTuple):
-    """Ratios of every measurement and layer; NaN where there is nothing to compare with."""
+    """Ratios of every measurement and layer; NaN where there is nothing to compare with.
+
+    Attributes:
+      own: the value over the median of the layer's last 10 measurements before it, of which at
+        least 3 must be known.
+      others: the value over the median of the other layers at the same measurement.
+    """
 
     own: Float[np.ndarray, "S L"]
     others: Float[np.ndarray, "S L"]
@@ -99,11 +105,11 @@ class Departure(NamedTuple):
 
 
 def trend_ratios(values: Float[np.ndarray, "S L"]) -> TrendRatios:
-    """Returns each value over the median of its layer's past and over that of the other layers.
+    """Returns each value over the median of its layer's past, and over the other layers' median.
 
     Args:
-      values: one number for each of S measurements, in their order, and L layers; NaN where it is
-        not known.
+      values: one number > 0 for each of S measurements, in their order, and L layers, such as the
+        largest |score| of a layer; NaN where it is not known.
 
     Example:
       >>> import numpy as np

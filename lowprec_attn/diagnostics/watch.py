@@ -149,16 +149,16 @@ def watch(
     write: Write | SummaryWriter | None = None,
     numerics: Numerics | str | None = None,
 ) -> Watch:
-    """Watches the attention of a run in JAX, in a loop of Flax with Optax or any other.
+    """Watches the attention of a run in JAX, in any training loop.
 
     It measures per layer and head the largest |score| (with a soft cap, both after and before the
     cap), the errors of δ over W_Q's gradient (over dQ, where W_Q's input is not known), the row
     sums of dS, and the row sums of P less 1. It warns in one line of the logger
     `lowprec_attn.watch` where two or more heads of a layer have scores above 512, after the cap.
 
-    The steps between cost nothing. At a watched step the first sequence of the batch is copied to
-    the host and measured on JAX's default device. The first watched step compiles the training step
-    once more.
+    The steps between watched steps cost nothing. At a watched step the first sequence of the batch
+    is copied to the host and measured on JAX's default device. The first watched step compiles the
+    training step once more.
 
     Args:
       every: number of steps from one watched step to the next.
@@ -169,6 +169,9 @@ def watch(
       numerics: the arithmetic of the run's attention, in which its errors are emulated. None means
         FlashAttention's arithmetic where q is bfloat16 or float16, and `exact` where q is float32
         or float64.
+
+    Raises:
+      ValueError: `every` is below 1, or there is no preset of this name.
 
     Example:
       >>> watched = watch(every=500, path="attention.jsonl")

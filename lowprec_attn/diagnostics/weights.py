@@ -33,7 +33,12 @@ class Projection(NamedTuple):
 def query_weight_gradient(
     dq: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
 ) -> Float32[Array, "D N H"]:
-    """Returns dW_Q = Σ_T X[T] dQ[T]ᵀ for q = X W_Q. Cost: 2·B·T·N·H·D FLOP."""
+    """Returns dW_Q = Σ_T X[T] dQ[T]ᵀ for q = X W_Q, in float32. Cost: 2·B·T·N·H·D FLOP.
+
+    Args:
+      dq: the gradient of the loss by q, [B, T, N, H].
+      x: the input of the query projection, [B, T, D].
+    """
     return _einsum("btd,btnh->dnh", x, dq)
 
 
@@ -59,20 +64,24 @@ def outer_product_signals(
 def across_steps(
     now: Float32[Array, "N D H"], before: Float32[Array, "N D H"]
 ) -> dict[str, Float32[Array, "N"]]:
-    """Returns how similar (PK)[T]ᵀ X[T] is at two steps, per head.
+    """Returns how similar the matrices (PK)[T]ᵀ X[T] of tokens T are at two steps, per head.
 
-    `now` and `before` are M of the two steps, as `outer_product_signals` returns it. arXiv
-    2510.04212 (section 3) holds that these matrices are nearly one matrix for all tokens T
+    arXiv 2510.04212 (section 3) claims that these matrices are nearly one matrix for all tokens
     *and all training steps*, so that Σ (δ_lp − δ_hp)[T] (PK)[T]ᵀ X[T] grows with every step where
-    the errors of δ keep their sign.
+    the errors of δ keep their sign. M and M′ are the means of these matrices, each divided by its
+    norm, over the tokens of the two steps.
 
       outer_product_similarity_across_steps  ⟨M, M′⟩ in [−1, 1]: the mean cosine between the matrix
                                              of a token at one step and the matrix of a token at the
-                                             other, over all pairs. Where it equals the similarity
-                                             from `outer_product_signals`, tokens are equally alike
-                                             across the two steps and within one.
+                                             other, over all pairs. Where it equals
+                                             outer_product_similarity of `attention_signals`, tokens
+                                             are equally alike across the two steps and within one.
       common_direction_across_steps          ⟨M, M′⟩ / (‖M‖ ‖M′‖) in [−1, 1]: whether the tokens of
                                              both steps share one direction. 0 where M or M′ is 0.
+
+    Args:
+      now: M, as `attention_signals(..., common_direction=True)` returns it.
+      before: M′, the same of another step.
     """
     products = jnp.sum(now * before, axis=(1, 2))
     sizes = jnp.sqrt(jnp.sum(now * now, axis=(1, 2)) * jnp.sum(before * before, axis=(1, 2)))
@@ -103,6 +112,9 @@ def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     λ = tr(Gᵖ G) / tr(Gᵖ) with p = 2²⁰, reached by squaring. λ is at most the largest eigenvalue.
     Its relative error is at most (H − 1) / (e p), whatever the spectrum: 9·10⁻⁵ for H = 256. Cost:
     2·D·N·H² + 40·N·H³ FLOP.
+
+    Args:
+      w: weights of a projection: model width, heads, head size.
     """
     # An eigenvalue solver would be a library call. On a CPU such a call was seen to block for ever
     # inside a larger jitted program.

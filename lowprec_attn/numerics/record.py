@@ -34,7 +34,7 @@ is the maximum of q kᵀ, and
 
 with the fused multiply-add rounded once. The rounding of c m is a factor of all P̄ of a step. It
 cancels in Ō / l while m stays. Where a later step raises m, the factor becomes another one, and α
-knows of neither. The exponent is fma(S, log2 e, −m · log2 e) instead if
+contains neither factor. The exponent is fma(S, log2 e, −m · log2 e) instead if
 `scores` rounds S, if a bias is added to S, if m is rounded, or if the scale is traced or not
 positive. With `exponent='unfused'`, both products and their difference are rounded separately:
 

@@ -121,12 +121,12 @@ def round_to(
     mode: Mode = "nearest",
     bits: UInt32[Array, "..."] | None = None,
 ) -> Float32[Array, "..."]:
-    """Rounds a float32 array to `fmt`; the result is again float32.
+    """Rounds a float32 array to `fmt`; the result is a float32 array of the same shape.
 
     NaN stays NaN. A value beyond the largest finite number becomes infinity, as in IEEE rounding,
     or NaN in float8_e4m3fn, which has no infinity. Nothing saturates; `ml_dtypes` agrees. With
-    `toward_zero`, a finite value beyond it becomes the largest finite number, and infinity is
-    treated as in the other modes.
+    `toward_zero`, a finite value beyond the largest finite number becomes that number, and infinity
+    is treated as in the other modes.
 
     The derivative is that of the identity in every mode: a tangent passes unchanged
     (straight-through).
@@ -150,7 +150,10 @@ def round_in_kernel(
     mode: Mode = "nearest",
     bits: UInt32[Array, "..."] | None = None,
 ) -> Float32[Array, "..."]:
-    """`round_to` for kernel bodies: the same results, without a rule for derivatives.
+    """Rounds as `round_to` does, in a kernel body, which needs no rule for derivatives.
+
+    Args:
+      x, fmt, mode, bits: as in `round_to`.
 
     Raises:
       ValueError: as `round_to` does.
@@ -262,9 +265,12 @@ def counter_bits(seed: UInt32[Array, "2"], *counters: ArrayLike) -> UInt32[Array
 
     The bits depend only on the seed and the values of the counters, so the same (batch, head, row,
     column) draws the same bits whatever the tiles or the sharding. The hash uses plain uint32
-    operations, which lower on every backend.
+    operations, which lower on every backend. The finaliser is `lowbias32` (Wellons, Hash
+    Prospector, 2018).
 
-    The finaliser is `lowbias32` (Wellons, Hash Prospector, 2018).
+    Args:
+      seed: two uint32 numbers.
+      *counters: integers or integer arrays, taken modulo 2³². The result has their common shape.
     """
     h = jnp.uint32(0)
     for counter in (seed[0], seed[1], *counters):

@@ -300,6 +300,10 @@ ROW_MAX_RULES: dict[str, type] = {
 def get_row_max(name: str, **options: float | None) -> RowMax:
     """Returns the rule called `name`, with the given options in place of its defaults.
 
+    Args:
+      name: a key of `ROW_MAX_RULES`, such as 'dynamic_max'.
+      **options: attributes of that rule, such as `beta=4.0`.
+
     Raises:
       ValueError: there is no such rule or option, or a value is out of range.
     """

@@ -18,7 +18,13 @@ _LARGEST_POWER = 127  # the largest exponent of e8m0
 
 
 def largest(x: Float32[Array, "B K G T S"], scaling: Scaling) -> Array:
-    """Returns the largest |x|: with `head` per key head, [B, K, 1, 1, 1], else [1, 1, 1, 1, 1]."""
+    """Returns the largest |x|, the amax of `numerics.scaling`; NaN does not count.
+
+    Args:
+      x: the whole array, float32, with N = K·G query heads.
+      scaling: the scaling that needs it. With the kind `head` the result has one number per batch
+        element and key head, [B, K, 1, 1, 1], else one number, [1, 1, 1, 1, 1].
+    """
     axes = (2, 3, 4) if scaling.kind == "head" else tuple(range(x.ndim))
     return jnp.max(_size(x), axis=axes, keepdims=True)
 

@@ -53,7 +53,7 @@ def attention_fn(
 
     Args:
       numerics: the name of a preset or a record; see `lowprec_attn.numerics`.
-      row_max: a row-max rule.
+      row_max: a row-max rule or its name; see `lowprec_attn.numerics`.
       logits_soft_cap: c of scores c · tanh(scale · q kᵀ / c), for example 50 in Gemma 2.
       implementation: an implementation of `lowprec_attn.attention`; None: the fastest that serves
         the call.

@@ -53,13 +53,15 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     Besides q, k, v, do, is_causal, scale and window, a layer may hold:
 
     - attn_mask: the mask that was passed.
-    - x: the input of W_Q [B, T, D], if q is a view of the output of a matrix product, which it is
-      not after a rotary encoding.
+    - x: the input of W_Q [B, T, D], if q is a view of the output of a matrix product. After a
+      rotary encoding q is no such view.
     - logits_soft_cap.
     - ignored: the names of arguments that are not kept (dropout).
     - score_mod and similar arguments, which `diagnose` refuses.
 
     A call that is not differentiated has no do.
+
+    The block's `as` name is a `diagnostics.Capture`, whose `layers` are filled when the block ends.
 
     Args:
       sequences: the number of sequences to take from each batch, or None for all.
