@@ -62,7 +62,7 @@ exactly. Coherence is ‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for er
 root of the number of rows if all are alike. Exit code 0: no warning, 3: a warning, 1: bad
 input."""
 
-_KV_BLOCK_HELP = "keys per online-softmax step (default: that of the preset, else 256)"
+_KV_BLOCK_HELP = "keys per online-softmax step (default: the number of the preset, else 256)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="every row sees only the keys up to its own position",
     )
-    add("--scale", type=float, help="factor of q kᵀ (default: that of the source, else 1/√H)")
+    add("--scale", type=float, help="factor of q kᵀ (default: the factor of the source, else 1/√H)")
     add("--kv-block", type=int, metavar="KEYS", help=_KV_BLOCK_HELP)
     add(
         "--numerics",

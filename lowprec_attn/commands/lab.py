@@ -75,7 +75,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--arms", nargs="+", metavar="ARM", help="run only these arms (default: all)"
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=int, metavar="N", help="seeds instead of those of the file"
+        "--seeds", nargs="+", type=int, metavar="N", help="seeds in place of the file's own"
     )
     places = parser.add_mutually_exclusive_group()
     places.add_argument(

@@ -195,8 +195,8 @@ def _signals(history: History) -> list[Element]:
     where = element("code", "lowprec_attn.diagnostics.attention_signals")
     across = element("code", "lowprec_attn.training.across_steps")
     said = element(
-        *("p", "The docstring of ", where, " says what each of them is; that of ", across),
-        " those that join a step to the one measured before.",
+        *("p", "The docstring of ", where, " defines the signals of one step. The docstring of "),
+        *(across, " defines the signals that compare a step with the step measured before."),
     )
     return [element("h2", "Signals of every layer and head"), said, *layers.details(history)]
 
@@ -208,7 +208,7 @@ def _speed(history: History, efficiency: Efficiency) -> list[Element]:
     rate = statistics.median(history.rates.values())
     said = (
         f"{rate:,.0f} tokens a second, the median of {many(len(history.rates), 'step')}. The first "
-        f"step of a process compiles; diagnostics are in the step that waits for them. "
+        f"step of a process compiles. A step that waits for diagnostics includes their time. "
         f"{efficiency(history, rate)}"
     )
     figure = drawing(figures.rates(history.rates), "speed", "Tokens per second")

@@ -87,7 +87,7 @@ def efficiency(history: History, tokens_per_second: float) -> str:
     ((kind, count),) = devices
     peak = PEAKS.get(kind)
     if peak is None:
-        return f"No share of the peak is given: that of device {kind!r} is not known here."
+        return f"No share of the peak is given: the peak of device {kind!r} is not known here."
     try:
         model = recorded_model(history.config["model"])
     except (KeyError, TypeError):
