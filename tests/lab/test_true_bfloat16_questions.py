@@ -63,7 +63,8 @@ CHANGES = {
     "biases": {"model.biases"},
     "context_2048": {"model.context", "batch_size"},  # keeps the tokens per step
     "tokens_131k": {"batch_size", "accumulation_steps"},
-    "medium": {"model.layers", "model.heads", "model.width", "accumulation_steps"},
+    # Settings of attention name every layer and head.
+    "medium": {"model.layers", "model.heads", "model.width", "accumulation_steps", "attention"},
     "cosine": {"optimizer.end_lr"},
 }
 
