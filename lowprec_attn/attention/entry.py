@@ -84,7 +84,7 @@ def dot_product_attention(
       key: k [B, S, K, H] of q's dtype. N is a multiple of K (grouped-query attention).
       value: v [B, S, K, V] of q's dtype. The head size V, which O shares, may differ from H, as in
         multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve V ≠ H; `hopper`
-        serves V = 128 with H = 192 and 64 with 128, but only if it is named.
+        serves V = 128 with H = 192 and 64 with 128.
       bias: added to the scores, [B, N, T, S]. Each axis may be 1.
       mask: True if a query may see a key, boolean [B, N, T, S]. Each axis may be 1.
       scale: factor of q kᵀ, by default 1/√H. It is applied in float32. The kernels decline a traced

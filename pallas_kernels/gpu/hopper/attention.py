@@ -356,6 +356,6 @@ def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Arra
     # Importing Mosaic GPU takes a quarter of a second, so only callers of these kernels pay for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 
-    read = ("query_lengths", "key_lengths", "query_segments", "key_segments", "sinks")
-    names = (*read, "backward_sums")
-    return attend(arrays, Extras(**{name: getattr(extras, name) for name in names}), spec)
+    hides = ("query_lengths", "key_lengths", "query_segments", "key_segments")
+    read = (*hides, "sinks", "backward_sums")
+    return attend(arrays, Extras(**{name: getattr(extras, name) for name in read}), spec)

@@ -237,9 +237,8 @@ class RowSums(NamedTuple):
         """
         ds, p = self.ds[-1], self.p[-1]
         if lacks is not None:
-            p_rounded = self.p[0] if problem.corrects_after_cast else self.p[1]
+            p_rounded, p = self.p if problem.corrects_after_cast else self.p[::-1]
             ds = ds - lacks * p_rounded
-            p = self.p[1] if problem.corrects_after_cast else self.p[0]
         elif inverse_l is not None:
             p = p * inverse_l
         if problem.scales_last:
