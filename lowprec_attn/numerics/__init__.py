@@ -56,7 +56,7 @@ from lowprec_attn.numerics.row_max import (
     StandardMax,
     get_row_max,
 )
-from lowprec_attn.numerics.scaled import largest, round_scaled
+from lowprec_attn.numerics.scaled import largest, round_scaled, scaled_codes
 from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 __all__ = [
@@ -113,5 +113,6 @@ __all__ = [
     "largest",
     "round_in_kernel",
     "round_scaled",
+    "scaled_codes",
     "round_to",
 ]

@@ -1,0 +1,66 @@
+"""The forward pass in FP8, as FlashAttention-3 has it: e4m3 codes of q, k, V and P̄.
+
+q, k and V are multiplied by their scales and rounded before the kernel, by XLA. The kernel
+multiplies the codes, and undoes the scales of q and k in the unit of its scores, that of V in the
+epilogue. P̄ is formed times 2^8, which l and Ō have in common. Products of 8-bit operands take both
+with the axis of their sum last, so V is transposed to [B, K, V, S] where it is rounded.
+
+The machine adds products of FP8 operands with fewer bits than float32 has, in every kernel.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lowprec_attn.arithmetic.request import Spec, planes
+from lowprec_attn.arithmetic.transforms import forward_only
+from lowprec_attn.numerics import Rounding, largest, scaled_codes
+from pallas_kernels.gpu.hopper.block_sizes import block_sizes
+from pallas_kernels.gpu.hopper.forward.kernel import forward
+from pallas_kernels.gpu.hopper.machine.eight_bits import in_columns
+from pallas_kernels.gpu.hopper.problem import LOG2E, Descales, Problem
+
+# Masked scores stay far below all others in units from here on, and scores in smaller units are 0.
+_LEAST_UNIT = 2.0**-64
+
+
+@partial(jax.jit, static_argnums=1)
+def attend(arrays: tuple[Array, ...], spec: Spec) -> tuple[Array, ...]:
+    """Returns O, lse and, with `spec.max_logit`, the largest scores [B, T, N].
+
+    arrays: q, k and v, or the one packed array.
+    """
+    n = spec.numerics
+    q, k, v = planes(*forward_only(arrays, "hopper", f"query={n.query}"))
+    kv_heads = k.shape[2]
+    (q, of_q), (k, of_k), (v, of_v) = (
+        _codes(x, getattr(n, point), kv_heads)
+        for x, point in ((q, "query"), (k, "key"), (v, "value"))
+    )
+    unit = jnp.maximum(np.float32(spec.scale) / of_q / of_k, np.float32(_LEAST_UNIT))
+    descales = jnp.stack(Descales(unit, unit * np.float32(LOG2E), 1 / of_v))
+    problem = Problem.of(q, k, spec, block_sizes(q.shape, spec))
+    if problem.permutes_keys:
+        k = in_columns(k)
+    v = v.transpose(0, 2, 3, 1)
+    out = forward(q, k, v, problem, descales=descales)
+    vectors = (
+        x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
+    )
+    return out.o, *vectors
+
+
+def _codes(
+    x: Float[Array, "B L N H"], rounding: Rounding, kv_heads: int
+) -> tuple[Array, Float[Array, "B K"]]:
+    """Returns the codes of q, k or v, and the scale of every batch element and key head."""
+    assert rounding.scaling is not None
+    batch, _, heads, _ = x.shape
+    by_group = x.astype(jnp.float32).reshape(*x.shape[:2], kv_heads, heads // kv_heads, x.shape[3])
+    amax = largest(by_group.transpose(0, 2, 3, 1, 4), rounding.scaling).transpose(0, 3, 1, 2, 4)
+    codes, scale = scaled_codes(by_group, rounding, amax)
+    of_heads = jnp.broadcast_to(scale[:, 0, :, 0, 0], (batch, kv_heads))
+    return codes.reshape(x.shape).astype(rounding.format.dtype), of_heads
