@@ -113,6 +113,6 @@ __all__ = [
     "largest",
     "round_in_kernel",
     "round_scaled",
-    "scaled_codes",
     "round_to",
+    "scaled_codes",
 ]

@@ -9,6 +9,7 @@ The machine adds products of FP8 operands with fewer bits than float32 has, in e
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,30 +28,58 @@ from pallas_kernels.gpu.hopper.problem import LOG2E, Descales, Problem
 _LEAST_UNIT = 2.0**-64
 
 
+class Codes(NamedTuple):
+    """What the kernel takes.
+
+    Attributes:
+      q, k: codes [B, T, N, H] and [B, S, K, H], the keys as `Problem.permutes_keys` says.
+      v: codes [B, K, V, S].
+      descales: `Descales`, [3, B, K].
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    descales: Array
+
+
 @partial(jax.jit, static_argnums=1)
 def attend(arrays: tuple[Array, ...], spec: Spec) -> tuple[Array, ...]:
     """Returns O, lse and, with `spec.max_logit`, the largest scores [B, T, N].
 
     arrays: q, k and v, or the one packed array.
     """
-    n = spec.numerics
-    q, k, v = planes(*forward_only(arrays, "hopper", f"query={n.query}"))
-    kv_heads = k.shape[2]
+    q, k, v = planes(*forward_only(arrays, "hopper", f"query={spec.numerics.query}"))
+    return attend_codes(codes(q, k, v, spec), spec)
+
+
+def codes(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K V"], spec: Spec
+) -> Codes:
+    """Rounds q, k and v at `query`, `key` and `value`, to the codes that `round_scaled` forms."""
+    n, kv_heads = spec.numerics, k.shape[2]
     (q, of_q), (k, of_k), (v, of_v) = (
-        _codes(x, getattr(n, point), kv_heads)
-        for x, point in ((q, "query"), (k, "key"), (v, "value"))
+        _codes(x, rounding, kv_heads) for x, rounding in ((q, n.query), (k, n.key), (v, n.value))
     )
     unit = jnp.maximum(np.float32(spec.scale) / of_q / of_k, np.float32(_LEAST_UNIT))
     descales = jnp.stack(Descales(unit, unit * np.float32(LOG2E), 1 / of_v))
-    problem = Problem.of(q, k, spec, block_sizes(q.shape, spec))
-    if problem.permutes_keys:
+    if _problem(q, k, spec).permutes_keys:
         k = in_columns(k)
-    v = v.transpose(0, 2, 3, 1)
-    out = forward(q, k, v, problem, descales=descales)
+    return Codes(q, k, v.transpose(0, 2, 3, 1), descales)
+
+
+def attend_codes(given: Codes, spec: Spec) -> tuple[Array, ...]:
+    """`attend` for arrays that are codes already."""
+    q, k, v, descales = given
+    out = forward(q, k, v, _problem(q, k, spec), descales=descales)
     vectors = (
         x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
     )
     return out.o, *vectors
+
+
+def _problem(q: Array, k: Array, spec: Spec) -> Problem:
+    return Problem.of(q, k, spec, block_sizes(q.shape, spec))
 
 
 def _codes(
@@ -58,8 +87,10 @@ def _codes(
 ) -> tuple[Array, Float[Array, "B K"]]:
     """Returns the codes of q, k or v, and the scale of every batch element and key head."""
     assert rounding.scaling is not None
-    batch, _, heads, _ = x.shape
-    by_group = x.astype(jnp.float32).reshape(*x.shape[:2], kv_heads, heads // kv_heads, x.shape[3])
+    batch, length, heads, features = x.shape
+    by_group = x.astype(jnp.float32).reshape(
+        batch, length, kv_heads, heads // kv_heads, features
+    )
     amax = largest(by_group.transpose(0, 2, 3, 1, 4), rounding.scaling).transpose(0, 3, 1, 2, 4)
     codes, scale = scaled_codes(by_group, rounding, amax)
     of_heads = jnp.broadcast_to(scale[:, 0, :, 0, 0], (batch, kv_heads))
