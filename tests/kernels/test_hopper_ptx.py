@@ -24,6 +24,7 @@ from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
     FLASH,
+    FLASH_ATTENTION_3_FP8,
     FLOAT32_OUTPUT,
     MATCHED,
     MATCHED_FLOAT32_OUTPUT,
@@ -498,6 +499,33 @@ def test_what_matched_adds_to_a_score(head_size: int) -> None:
     assert scores == 4
     # α needs no exponential, for two rows in the first softmax and two in the loop.
     assert more("forward", r"ex2\.approx") == -4
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("shape", ["gpt2", "long64", "long128"])
+def test_fp8_multiplies_codes_and_moves_none_between_threads(shape: str, is_causal: bool) -> None:
+    of = SHAPES[shape]
+
+    def forward(chosen: Numerics) -> tuple[str, Code]:
+        scale = of.head_size**-0.5
+        spec = Spec(numerics=chosen, row_max=StandardMax(), scale=scale, is_causal=is_causal)
+        x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
+        found = compiled(lambda *qkv: hopper.attention(*qkv, Extras(), spec), x, x, x)
+        return found.ptx["forward"], found
+
+    (text, found), (bfloat16, _) = map(forward, (FLASH_ATTENTION_3_FP8, FLASH))
+    assert found.spilled["forward"] == 0
+    assert not re.search(SERIALIZED, found.reports["forward"])
+    # Two softmaxes, of the first step and of the loop: S twice, and P̄V in the loop and at the end,
+    # in steps of 128 keys. An instruction takes 32 bytes of the rows of both operands.
+    products = re.findall(r"wgmma\.mma_async\S*\.(m64n\d+k\d+\.f32\.\S+)", text)
+    of_scores = ["m64n128k32.f32.e4m3.e4m3"] * (of.head_size // 32)
+    of_values = [f"m64n{of.head_size}k32.f32.e4m3.e4m3"] * 4
+    assert sorted(products) == sorted(2 * (of_scores + of_values))
+    # Each number of P̄ is rounded once, two at a time; a thread holds 64 numbers of a step.
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) == 2 * 64 / 2
+    for name in ("shfl", r"ex2\.approx", r"\bprmt", r"\bst\.shared"):
+        assert len(re.findall(name, text)) <= len(re.findall(name, bfloat16)), name
 
 
 @pytest.mark.parametrize("long", [False, True])
