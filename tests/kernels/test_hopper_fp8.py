@@ -208,7 +208,9 @@ def columns_of_registers(layout: Any, columns: int) -> np.ndarray:
     index = np.broadcast_to(np.arange(columns), (64, columns))
     for tile in layout.tiling.tiles:
         rank, outer = len(tile), index.ndim - len(tile)
-        split = [n for size, t in zip(index.shape[outer:], tile, strict=True) for n in (size // t, t)]
+        split = [
+            n for size, t in zip(index.shape[outer:], tile, strict=True) for n in (size // t, t)
+        ]
         index = index.reshape(*index.shape[:outer], *split)
         order = [*range(outer), *(outer + 2 * i for i in range(rank))]
         index = index.transpose(*order, *(outer + 2 * i + 1 for i in range(rank)))
@@ -235,6 +237,21 @@ def test_a_thread_holds_the_codes_that_it_needs() -> None:
     np.testing.assert_array_equal(in_columns, eight_bits.key_of_column(jnp.arange(64)))
 
 
+def test_only_the_order_of_keys_differs_for_registers() -> None:
+    from pallas_kernels.gpu.hopper.forward import eight_bits
+    from pallas_kernels.gpu.hopper.machine.eight_bits import in_columns
+
+    arrays = [jnp.asarray(harness.inputs(WIDE)[x], jnp.bfloat16) for x in "qkv"]
+    spec = call(WIDE).spec
+    on_device = dataclasses.replace(TILES, interpret=False, from_memory=False)
+    found, plain = (
+        jax.jit(lambda *x, s=s: eight_bits.codes(*x, s))(*arrays)
+        for s in (dataclasses.replace(spec, block_sizes=on_device), spec)
+    )
+    for x, y in zip(found, plain._replace(k=in_columns(plain.k)), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
 def request(chosen: Numerics = FLASH_ATTENTION_3_FP8, **options: Any) -> Request:
     of_spec = {
         "row_max": StandardMax(),
@@ -249,7 +266,9 @@ def request(chosen: Numerics = FLASH_ATTENTION_3_FP8, **options: Any) -> Request
     }
     shape = (1, 128, 2, options.pop("head_size", 64))
     spec = Spec(numerics=chosen, **of_spec)
-    return Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=np.dtype(jnp.bfloat16), **options)
+    return Request(
+        spec=spec, q_shape=shape, kv_shape=shape, dtype=np.dtype(jnp.bfloat16), **options
+    )
 
 
 WHICH = "with query=float8_e4m3fn/head"
@@ -265,7 +284,10 @@ WHICH = "with query=float8_e4m3fn/head"
         (request(has_sinks=True), f"sinks {WHICH}"),
         (request(has_backward_sums=True), f"backward_sums {WHICH}"),
         (request(head_size=256), f"head size 256 {WHICH} (it takes 64 or 128)"),
-        (request(head_size=128, value_size=64), f"values of head size 64 with queries of 128 {WHICH}"),
+        (
+            request(head_size=128, value_size=64),
+            f"values of head size 64 with queries of 128 {WHICH}",
+        ),
         (request(row_max=DynamicMax()), f"row_max=DynamicMax {WHICH} (it takes StandardMax)"),
         (
             request(block_sizes=dataclasses.replace(TILES, unordered=True)),

@@ -6,6 +6,7 @@ This needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm, but no device. `
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -526,6 +527,27 @@ def test_fp8_multiplies_codes_and_moves_none_between_threads(shape: str, is_caus
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) == 2 * 64 / 2
     for name in ("shfl", r"ex2\.approx", r"\bprmt", r"\bst\.shared"):
         assert len(re.findall(name, text)) <= len(re.findall(name, bfloat16)), name
+
+
+def test_numbers_are_rounded_to_fp8_without_a_copy_in_float32() -> None:
+    """XLA reads q, k and v twice, and writes codes alone, and once more those of v, transposed."""
+    from pallas_kernels.gpu.hopper.forward import eight_bits
+
+    of = SHAPES["gpt2"]
+    spec = Spec(numerics=FLASH_ATTENTION_3_FP8, row_max=StandardMax(), scale=0.125, is_causal=True)
+    x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
+    program = lowered(lambda *qkv: eight_bits.codes(*qkv, spec), x, x, x, target=H200).compile()
+    text = program.as_text()
+    written = re.findall(r"= (\w+)\[([\d,]+)\]\S* fusion\(", text[text.index("ENTRY") :])
+    whole = math.prod(of.qkv)
+    large = [dtype for dtype, of_dims in written if product_of(of_dims) >= whole]
+    assert large == ["f8e4m3fn"] * 4
+    others = [product_of(of_dims) for dtype, of_dims in written if dtype not in large]
+    assert max(others) <= whole // of.head_size  # the largest number of each row
+
+
+def product_of(dims: str) -> int:
+    return math.prod(map(int, dims.split(",")))
 
 
 @pytest.mark.parametrize("long", [False, True])

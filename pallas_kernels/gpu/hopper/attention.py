@@ -64,7 +64,7 @@ _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != geta
 _EXPONENTS = ("scale_first", "whole_max")
 # The points in FP8, and what rounds in the backward pass alone, which FP8 does not have.
 _OF_HEADS = tuple(get_rounding(f"float8_e4m3fn/{kind}") for kind in ("head", "tensor"))
-_CODES = {point: _OF_HEADS for point in ("query", "key", "value")}
+_CODES = dict.fromkeys(("query", "key", "value"), _OF_HEADS)
 _CODES["probs"] = (get_rounding("float8_e4m3fn/x256"),)
 _CODES_OF = (64, 128)
 _BACKWARD_ALONE = ("do", "output_bwd", "delta_value", "probs_bwd", "dp", "ds", "grads")

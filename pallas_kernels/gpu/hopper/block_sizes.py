@@ -92,9 +92,9 @@ class ForwardTile:
 
         Raises:
           ValueError: a size is out of range; `overlap_tiles` with one stage of q, with a step that
-            is not a multiple of the tile's rows, with rounded products, with O′ or in FP8; `halved` with
-            steps of 64, or without long steps; long steps with a step that is not a multiple of the
-            tile's rows; a step other than `kv_block`, without long steps.
+            is not a multiple of the tile's rows, with rounded products, with O′ or in FP8;
+            `halved` with steps of 64, or without long steps; long steps with a step that is not a
+            multiple of the tile's rows; a step other than `kv_block`, without long steps.
         """
         _check_sizes(self)
         alike = self.step % self.owned == 0

@@ -169,7 +169,9 @@ class Problem:
 
     def in_log2(self, x: Array) -> Array:
         """Returns x, a product q·k or a difference of them, in base 2."""
-        return x * (np.float32(self.log2_unit) if self.descales is None else self.descales.log2_unit)
+        return x * (
+            np.float32(self.log2_unit) if self.descales is None else self.descales.log2_unit
+        )
 
     @property
     def reads_codes(self) -> bool:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.request import Spec, planes
@@ -57,41 +59,44 @@ def codes(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K V"], spec: Spec
 ) -> Codes:
     """Rounds q, k and v at `query`, `key` and `value`, to the codes that `round_scaled` forms."""
-    n, kv_heads = spec.numerics, k.shape[2]
-    (q, of_q), (k, of_k), (v, of_v) = (
-        _codes(x, rounding, kv_heads) for x, rounding in ((q, n.query), (k, n.key), (v, n.value))
-    )
+    n, kv_heads, sizes = spec.numerics, k.shape[2], block_sizes(q.shape, spec)
+    q, of_q = _codes(q, n.query, kv_heads)
+    k, of_k = _codes(k, n.key, kv_heads, permutes=not sizes.from_memory)
+    v, of_v = _codes(v, n.value, kv_heads)
     unit = jnp.maximum(np.float32(spec.scale) / of_q / of_k, np.float32(_LEAST_UNIT))
     descales = jnp.stack(Descales(unit, unit * np.float32(LOG2E), 1 / of_v))
-    if _problem(q, k, spec).permutes_keys:
-        k = in_columns(k)
     return Codes(q, k, v.transpose(0, 2, 3, 1), descales)
 
 
 def attend_codes(given: Codes, spec: Spec) -> tuple[Array, ...]:
     """`attend` for arrays that are codes already."""
     q, k, v, descales = given
-    out = forward(q, k, v, _problem(q, k, spec), descales=descales)
+    problem = Problem.of(q, k, spec, block_sizes(q.shape, spec))
+    out = forward(q, k, v, problem, descales=descales)
     vectors = (
         x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
     )
     return out.o, *vectors
 
 
-def _problem(q: Array, k: Array, spec: Spec) -> Problem:
-    return Problem.of(q, k, spec, block_sizes(q.shape, spec))
-
-
 def _codes(
-    x: Float[Array, "B L N H"], rounding: Rounding, kv_heads: int
+    x: Float[Array, "B L N H"], rounding: Rounding, kv_heads: int, *, permutes: bool = False
 ) -> tuple[Array, Float[Array, "B K"]]:
-    """Returns the codes of q, k or v, and the scale of every batch element and key head."""
+    """Returns the codes of q, k or v, and the scale of every batch element and key head.
+
+    permutes: whether the keys are put `in_columns`.
+    """
     assert rounding.scaling is not None
     batch, length, heads, features = x.shape
-    by_group = x.astype(jnp.float32).reshape(
-        batch, length, kv_heads, heads // kv_heads, features
-    )
-    amax = largest(by_group.transpose(0, 2, 3, 1, 4), rounding.scaling).transpose(0, 3, 1, 2, 4)
-    codes, scale = scaled_codes(by_group, rounding, amax)
+    rows = (batch, length, kv_heads, heads // kv_heads)
+    # Row by row first: of the whole array XLA would write a transposed copy.
+    of_rows = jnp.max(jnp.where(x == x, jnp.abs(x), jnp.zeros_like(x)), axis=-1)
+    by_group = of_rows.astype(jnp.float32).reshape(*rows, 1).transpose(0, 2, 3, 1, 4)
+    amax = largest(by_group, rounding.scaling).transpose(0, 3, 1, 2, 4)
+    ordered = (in_columns(x) if permutes else x).astype(jnp.float32).reshape(*rows, features)
+    found, scale = scaled_codes(ordered, rounding, amax)
     of_heads = jnp.broadcast_to(scale[:, 0, :, 0, 0], (batch, kv_heads))
-    return codes.reshape(x.shape).astype(rounding.format.dtype), of_heads
+    # XLA would otherwise round transposed numbers, in several kernels with copies in between.
+    in_order = Layout(major_to_minor=tuple(range(x.ndim)))
+    found = with_layout_constraint(found.astype(rounding.format.dtype).reshape(x.shape), in_order)
+    return lax.optimization_barrier(found), of_heads

@@ -1,10 +1,10 @@
 """P̄ in FP8 as the left operand of a product, without an exchange between threads.
 
 A thread holds the result of a product in pairs: of 16 columns, the thread c of four has 2c, 2c + 1,
-2c + 8 and 2c + 9. As a left operand in 8 bits it has to hold 4c to 4c + 3. FlashAttention-3 permutes
-registers and V. Here the keys of every 16 are permuted before the first product, so that column 2c
-belongs to key 4c, and so on. The numbers that a thread holds are then those that it needs, in their
-order, and V keeps its own order.
+2c + 8 and 2c + 9. As a left operand in 8 bits it has to hold 4c to 4c + 3. FlashAttention-3
+permutes registers and V. Here the keys of every 16 are permuted before the first product, so that
+column 2c belongs to key 4c, and so on. The numbers that a thread holds are then those that it
+needs, in their order, and V keeps its own order.
 """
 
 import jax.numpy as jnp
