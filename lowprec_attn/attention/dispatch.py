@@ -32,8 +32,8 @@ from pallas_kernels.tpu import attention as tpu
 _log = logging.getLogger(__name__)
 
 # `implementation=None` selects the first entry that supports the request, unless the module of that
-# entry names a faster one for this request (`faster_elsewhere`). An entry is passed over if it serves
-# the request only by name (`only_by_name`).
+# entry names a faster one for this request (`faster_elsewhere`). An entry that serves the request
+# only by name is passed over (`only_by_name`).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
