@@ -56,7 +56,7 @@ from lowprec_attn.numerics.row_max import (
     StandardMax,
     get_row_max,
 )
-from lowprec_attn.numerics.scaled import largest, round_scaled
+from lowprec_attn.numerics.scaled import largest, round_scaled, scaled_codes
 from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 __all__ = [
@@ -114,4 +114,5 @@ __all__ = [
     "round_in_kernel",
     "round_scaled",
     "round_to",
+    "scaled_codes",
 ]

@@ -29,6 +29,25 @@ def largest(x: Float32[Array, "B K G T S"], scaling: Scaling) -> Array:
     return jnp.max(_size(x), axis=axes, keepdims=True)
 
 
+def scaled_codes(
+    x: Float32[Array, "..."],
+    rounding: Rounding,
+    amax: Array,
+    bits: UInt32[Array, "..."] | None = None,
+) -> tuple[Float32[Array, "..."], Array]:
+    """Returns the codes of x, and their scale: `round_scaled` with the kind `tensor` or `head`.
+
+    Args:
+      x: a float32 array of any layout.
+      rounding: a rounding with such a scaling.
+      amax: the amax of every number, in a shape that broadcasts to x.
+      bits: random bits, as in `round_to`.
+    """
+    most = jnp.float32(rounding.format.max_finite)
+    scale = _factor(most, amax)
+    return round_to(jnp.clip(x * scale, -most, most), rounding.format, rounding.mode, bits), scale
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def round_scaled(
     x: Float32[Array, "B K G T S"],
@@ -58,6 +77,10 @@ def round_scaled(
     def codes(scaled: Array) -> Array:
         return round_to(jnp.clip(scaled, -most, most), fmt, rounding.mode, bits)
 
+    if scaling.kind in ("tensor", "head"):
+        assert amax is not None
+        value, scale = scaled_codes(x, rounding, amax, bits)
+        return value / scale
     if scaling.kind == "nvfp4":
         assert amax is not None
         of_array = _factor(jnp.float32(_E4M3.max_finite) * most, amax)
@@ -72,11 +95,8 @@ def round_scaled(
     elif scaling.kind == "block":
         rows = jnp.max(_size(x), axis=-1, keepdims=True)
         scale = _factor(most, _of_blocks(rows, int(scaling.number), -2))
-    elif scaling.kind == "mx":
-        scale = _power_of_two(_of_blocks(_size(x), scaling.block_on_axis, axis), fmt)
     else:
-        assert amax is not None
-        scale = _factor(most, amax)
+        scale = _power_of_two(_of_blocks(_size(x), scaling.block_on_axis, axis), fmt)
     return codes(x * scale) / scale
 
 
