@@ -312,7 +312,16 @@ def _results(
         o, lse, *of_rows = module.packed_attention(*arrays, extras, spec)
     else:
         o, lse, *of_rows = module.attention(*planes(*arrays), extras, spec)
-    return o, lse, *(jnp.max(lax.stop_gradient(x), axis=1) for x in of_rows)
+    return o, lse, *(_over_rows(lse, x) for x in of_rows)
+
+
+def _over_rows(lse: Array, of_rows: Array) -> Array:
+    """The largest score of every head [B, N], from the lse and largest scores of rows [B, T, N]."""
+    lse, of_rows = lax.stop_gradient((lse, of_rows))
+    # On a CPU, XLA's maximum may leave out NaN. A row with a NaN score has lse = NaN.
+    of_rows = jnp.where(jnp.isnan(lse) & (of_rows < jnp.inf), jnp.float32(jnp.nan), of_rows)
+    is_nan = jnp.any(jnp.isnan(of_rows), axis=1)
+    return jnp.where(is_nan, jnp.float32(jnp.nan), jnp.max(of_rows, axis=1))
 
 
 def _attend_in_scales(

@@ -76,6 +76,11 @@ def check_inputs(
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has an empty axis: shape {x.shape}")
+        if not all(isinstance(size, int) for size in x.shape[2:]):
+            raise ValueError(
+                f"{name} has symbolic heads or a symbolic head size: shape {x.shape}; export with "
+                "numbers there, once for each (batch and length may be symbolic)"
+            )
         if x.dtype.name not in INPUT_DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(INPUT_DTYPES)}, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:

@@ -168,7 +168,9 @@ def _row(
         window = gradient_ref.at[pl.ds(start, words.size)]
         plt.store(window, out, mask=mask, eviction_policy="evict_first")
 
-    state = (jnp.full((1,), -jnp.inf, jnp.float32), jnp.zeros((1,), jnp.float32))
+    # m starts finite, because −inf − (−inf) would be NaN where the first columns are all −inf.
+    lowest = float(jnp.finfo(jnp.float32).min)
+    state = (jnp.full((1,), lowest, jnp.float32), jnp.zeros((1,), jnp.float32))
     if held:
         kept = plt.load(logits_ref.at[pl.ds(0, held)], eviction_policy="evict_first")
         state = add(kept, state)

@@ -101,3 +101,16 @@ def test_a_symbolic_batch_keeps_the_kernels_of_a_tpu_alone(device: str) -> None:
     assert "attention_forward" in export.export(call, platforms=("tpu",))(q).mlir_module()
     with attention.compiled_for(device):
         assert "attention_forward" not in export.export(call, platforms=("cuda",))(q).mlir_module()
+
+
+@pytest.mark.parametrize("sizes", ["b, t, n, 16", "b, t, 4, h"])
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_symbolic_heads_are_refused(sizes: str, implementation: str | None) -> None:
+    q = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), jnp.float32)
+
+    def call(q: Any) -> Any:
+        return attention.dot_product_attention(q, q, q, implementation=implementation)
+
+    message = f"query has symbolic heads or .* shape \\({sizes}\\); export with numbers there"
+    with pytest.raises(ValueError, match=message):
+        export.export(jax.jit(call))(q)

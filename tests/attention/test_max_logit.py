@@ -78,6 +78,23 @@ def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str)
     check(found, exact(problem, arrays), tolerance(problem, arrays))
 
 
+@pytest.mark.parametrize("where", ["a row", "every row", "a key"])
+@pytest.mark.parametrize("implementation", ["dense", "tiled", *harness.KERNELS])
+def test_a_score_of_nan_makes_it_nan_for_its_head(implementation: str, where: str) -> None:
+    how = harness.IMPLEMENTATIONS[implementation]
+    problem = harness.Case(rows=128, keys=128)
+    arrays = harness.inputs(problem)
+    expected, within = exact(problem, arrays), tolerance(problem, arrays)
+    q, k = arrays["q"].copy(), arrays["k"].copy()
+    part = {"a row": q[1, 100, 1, 3:4], "every row": q[1, :, 1], "a key": k[1, 100, 1]}[where]
+    part[...] = np.nan
+    arrays = {**arrays, "q": q, "k": k}
+    *_, found = calls(how, problem, arrays, numerics.EXACT, STANDARD, return_max_logit=True)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [(1, 1)])
+    expected[1, 1] = np.nan
+    np.testing.assert_allclose(found, expected, rtol=0, atol=within)
+
+
 @pytest.mark.parametrize(
     ("implementation", "rule"),
     [("gpu", numerics.DynamicMax()), ("tpu", STANDARD), ("tpu", numerics.DynamicMax())],

@@ -101,6 +101,21 @@ def test_a_row_that_is_not_finite_has_a_loss_that_is_not(bad, column, logits_dty
     np.testing.assert_array_equal(np.isfinite(loss), [True, True, False, True, True])
 
 
+@pytest.mark.parametrize(("logits_dtype", "dtype"), [FORMATS[0], FORMATS[2]])
+def test_logits_of_minus_infinity_have_probability_0(logits_dtype, dtype):
+    logits, targets = logits_and_targets(514, dtype=logits_dtype)
+    # All that is held, and the first tile after it.
+    hidden = 256
+    logits, targets = logits.at[1:4, :hidden].set(-jnp.inf), targets.at[1:4].set(400)
+    loss, gradient = interpreted_cross_entropy(logits, targets, dtype)
+    of_rest = interpreted_cross_entropy(logits[1:4, hidden:], targets[1:4] - hidden, dtype)
+    assert (gradient[1:4, :hidden] == 0).all()
+    for found, expected in zip((loss[1:4], gradient[1:4, hidden:]), of_rest, strict=True):
+        found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+        relative = 2.0**-7 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(found, expected, rtol=relative, atol=3 * 2.0**-15)
+
+
 def test_what_words_of_two_logits_cannot_hold_is_refused():
     for width, dtype in ((3, "bfloat16"), (4, "float32")):
         logits, targets = jnp.zeros((1, width), jnp.bfloat16), jnp.zeros(1, jnp.int32)

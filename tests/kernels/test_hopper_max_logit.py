@@ -98,3 +98,13 @@ def test_it_is_the_largest_score(name: str) -> None:
     # The other results keep their bits.
     for result, without in zip(results, calls(how, case, arrays, chosen, rule), strict=True):
         np.testing.assert_array_equal(result, without)
+
+
+def test_a_score_of_nan_makes_it_nan_for_its_head() -> None:
+    case = dataclasses.replace(CASE, batch=2)
+    how = harness.Implementation(name="hopper", kv_block=64, block_sizes=harness.HOPPER_TILES)
+    arrays = harness.inputs(case)
+    q = arrays["q"].copy()
+    q[1, 100, 1, 3] = np.nan
+    *_, found = calls(how, case, {**arrays, "q": q}, FLASH, StandardMax(), return_max_logit=True)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [(1, 1)])
