@@ -62,12 +62,13 @@ _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # The points that `published` rounds besides.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
-# The points in FP8, and what rounds in the backward pass alone, which FP8 does not have.
+# The points in FP8, and those that are looked at: FP8 has no backward pass here, which begins with
+# `do`. `tile_grads` chooses the forward kernel too.
 _OF_HEADS = tuple(get_rounding(f"float8_e4m3fn/{kind}") for kind in ("head", "tensor"))
 _CODES = dict.fromkeys(("query", "key", "value"), _OF_HEADS)
 _CODES["probs"] = (get_rounding("float8_e4m3fn/x256"),)
 _CODES_OF = (64, 128)
-_BACKWARD_ALONE = ("do", "output_bwd", "delta_value", "probs_bwd", "dp", "ds", "grads")
+_WITH_CODES = (*POINTS[: POINTS.index("do")], "tile_grads")
 _CHOICES_WITH_CODES = {
     "saved_output": "same",
     "statistics": "lse",
@@ -299,9 +300,7 @@ def _unsupported_in_8_bits(request: Request) -> str | None:
         return f"row_max={type(spec.row_max).__name__} {which} (it takes StandardMax)"
     if _is_unordered(spec):
         return f"unordered=True {which}"
-    for point in POINTS:
-        if point in _BACKWARD_ALONE:
-            continue
+    for point in _WITH_CODES:
         wanted = _CODES.get(point, (_BFLOAT16 if point == "output" else _FLOAT32,))
         if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) not in wanted:
             return f"{point}={found} {which} (it takes {_listed(wanted)})"
