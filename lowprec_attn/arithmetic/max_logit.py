@@ -16,6 +16,9 @@ largest score before the soft cap would need a second maximum per entry, because
 different scores to 1.
 """
 
+import jax.numpy as jnp
+from jaxtyping import Array
+
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import StandardMax
 
@@ -30,3 +33,9 @@ def is_running_max(spec: Spec, *, has_sinks: bool) -> bool:
 def is_tracked(spec: Spec, *, has_sinks: bool) -> bool:
     """Whether a kernel must keep the largest score next to m, because m does not provide it."""
     return spec.max_logit and not is_running_max(spec, has_sinks=has_sinks)
+
+
+def maximum(x: Array, axis: int | tuple[int, ...]) -> Array:
+    """The maximum over axes, NaN if any entry is NaN. XLA's on a CPU may leave NaN out."""
+    is_nan = jnp.any(jnp.isnan(x), axis=axis)
+    return jnp.where(is_nan, jnp.float32(jnp.nan), jnp.max(x, axis=axis))

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.hidden import lengths_alone_hide, seen_by_any
+from lowprec_attn.arithmetic.max_logit import maximum
 from lowprec_attn.arithmetic.operands import share_scales
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
@@ -318,10 +319,9 @@ def _results(
 def _over_rows(lse: Array, of_rows: Array) -> Array:
     """The largest score of every head [B, N], from the lse and largest scores of rows [B, T, N]."""
     lse, of_rows = lax.stop_gradient((lse, of_rows))
-    # On a CPU, XLA's maximum may leave out NaN. A row with a NaN score has lse = NaN.
+    # A row with a NaN score has lse = NaN, even if XLA's maximum over the keys left the NaN out.
     of_rows = jnp.where(jnp.isnan(lse) & (of_rows < jnp.inf), jnp.float32(jnp.nan), of_rows)
-    is_nan = jnp.any(jnp.isnan(of_rows), axis=1)
-    return jnp.where(is_nan, jnp.float32(jnp.nan), jnp.max(of_rows, axis=1))
+    return maximum(of_rows, axis=1)
 
 
 def _attend_in_scales(

@@ -9,6 +9,7 @@ score.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
+from lowprec_attn.arithmetic.max_logit import maximum
 from lowprec_attn.numerics import MASKED, Rounding, round_scaled, round_to
 
 # The smallest P that bfloat16 rounds to 1. 1 − 2⁻⁹ is the midpoint between 1 and the largest
@@ -24,10 +25,12 @@ def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
 def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
     """Returns max |S| over the keys that a row sees, or 0 for a row that sees no key.
 
+    A row with a NaN score has NaN.
+
     Args:
       s: scores after a soft cap. A score at or below `numerics.MASKED` is a key that is not seen.
     """
-    return jnp.max(jnp.where(_seen(s), jnp.abs(s), jnp.float32(0)), axis=-1)
+    return maximum(jnp.where(s <= MASKED, jnp.float32(0), jnp.abs(s)), axis=-1)
 
 
 def level(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:

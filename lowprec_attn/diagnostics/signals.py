@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
+from lowprec_attn.arithmetic.max_logit import maximum
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
@@ -242,9 +243,9 @@ def _score_signals(scores: ScoreRows) -> dict[str, Array]:
 
     before_cap = {}
     if scores.uncapped_maximum is not None:
-        before_cap["score_maximum_before_cap"] = jnp.max(scores.uncapped_maximum, axis=(0, 1, 3))
+        before_cap["score_maximum_before_cap"] = maximum(scores.uncapped_maximum, axis=(0, 1, 3))
     return before_cap | {
-        "score_maximum": jnp.max(scores.score_maximum, axis=(0, 1, 3)),
+        "score_maximum": maximum(scores.score_maximum, axis=(0, 1, 3)),
         "score_level_rms": signed_errors.root_mean_square(scores.level),
         "score_spread_mean": jnp.mean(scores.spread, axis=(0, 1, 3)),
         "score_spread_max": jnp.max(scores.spread, axis=(0, 1, 3)),

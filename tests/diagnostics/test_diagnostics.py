@@ -494,3 +494,14 @@ def test_published_rule_that_underflows_shows_as_vanished_rows():
     assert float(gone["p_row_sum_error_mean"][0]) == pytest.approx(-1)
     assert float(safe["p_row_sum_error_max"][0]) < 1e-5
     assert max(float(x["ds_row_sum_max"][0]) for x in (safe, gone)) < 1e-5
+
+
+@pytest.mark.parametrize("rows_of_nan", [slice(100, 101), slice(None)])
+def test_the_largest_score_of_a_head_with_a_nan_is_nan(rows_of_nan):
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 128, 2, 16)), jnp.float32)
+    bad = q.at[0, rows_of_nan, 1, 3].set(jnp.nan)
+    chosen = {"numerics": numerics.FLASH, "is_causal": True, "logits_soft_cap": 5.0}
+    found, expected = (diagnostics.attention_signals(x, q, q, **chosen) for x in (bad, q))
+    for name in ("score_maximum", "score_maximum_before_cap"):
+        assert found[name][0] == expected[name][0]
+        assert math.isnan(found[name][1])
