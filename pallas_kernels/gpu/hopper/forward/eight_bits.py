@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.request import Spec, planes
 from lowprec_attn.arithmetic.transforms import forward_only
-from lowprec_attn.numerics import Rounding, largest, scaled_codes
+from lowprec_attn.numerics import Rounding, largest, magnitude, scaled_codes
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.machine.eight_bits import in_columns
@@ -90,8 +90,8 @@ def _codes(
     batch, length, heads, features = x.shape
     rows = (batch, length, kv_heads, heads // kv_heads)
     # Row by row first: of the whole array XLA would write a transposed copy.
-    of_rows = jnp.max(jnp.where(x == x, jnp.abs(x), jnp.zeros_like(x)), axis=-1)
-    by_group = of_rows.astype(jnp.float32).reshape(*rows, 1).transpose(0, 2, 3, 1, 4)
+    of_rows = jnp.max(magnitude(x.astype(jnp.float32)), axis=-1)
+    by_group = of_rows.reshape(*rows, 1).transpose(0, 2, 3, 1, 4)
     amax = largest(by_group, rounding.scaling).transpose(0, 3, 1, 2, 4)
     ordered = (in_columns(x) if permutes else x).astype(jnp.float32).reshape(*rows, features)
     found, scale = scaled_codes(ordered, rounding, amax)
