@@ -95,6 +95,17 @@ def test_a_score_of_nan_makes_it_nan_for_its_head(implementation: str, where: st
     np.testing.assert_allclose(found, expected, rtol=0, atol=within)
 
 
+def test_a_row_of_nan_is_not_lost_among_many() -> None:
+    """In an array of this shape XLA's maximum on a CPU leaves NaN out."""
+    problem = harness.Case(rows=512, keys=64, heads=8, kv_heads=8, head_size=16)
+    arrays = harness.inputs(problem)
+    arrays = {**arrays, "q": arrays["q"].copy()}
+    arrays["q"][0, 256, 7] = np.nan
+    how = harness.IMPLEMENTATIONS["dense"]
+    *_, found = calls(how, problem, arrays, numerics.EXACT, STANDARD, return_max_logit=True)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [(0, 7)])
+
+
 @pytest.mark.parametrize(
     ("implementation", "rule"),
     [("gpu", numerics.DynamicMax()), ("tpu", STANDARD), ("tpu", numerics.DynamicMax())],
