@@ -529,6 +529,15 @@ def test_fp8_multiplies_codes_and_moves_none_between_threads(shape: str, is_caus
         assert len(re.findall(name, text)) <= len(re.findall(name, bfloat16)), name
 
 
+@pytest.mark.parametrize("keys", [192, 320, 1088])
+def test_fp8_compiles_for_keys_that_fill_no_line_of_128(keys: int) -> None:
+    """Mosaic divides only V's last axis, the keys, in lines, because V is transposed."""
+    spec = Spec(numerics=FLASH_ATTENTION_3_FP8, row_max=StandardMax(), scale=0.125, is_causal=False)
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (256, keys))
+    found = compiled(lambda *qkv: hopper.attention(*qkv, Extras(), spec), q, k, k)
+    assert found.spilled["forward"] == 0
+
+
 def test_numbers_are_rounded_to_fp8_without_a_copy_in_float32() -> None:
     """XLA reads q, k and v twice, and writes codes alone, and once more those of v, transposed."""
     from pallas_kernels.gpu.hopper.forward import eight_bits

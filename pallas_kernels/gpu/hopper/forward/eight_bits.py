@@ -35,7 +35,7 @@ class Codes(NamedTuple):
 
     Attributes:
       q, k: codes [B, T, N, H] and [B, S, K, H], the keys as `Problem.permutes_keys` says.
-      v: codes [B, K, V, S].
+      v: codes [B, K, V, S], S rounded up to a multiple of 128.
       descales: `Descales`, [3, B, K].
     """
 
@@ -65,7 +65,9 @@ def codes(
     v, of_v = _codes(v, n.value, kv_heads)
     unit = jnp.maximum(np.float32(spec.scale) / of_q / of_k, np.float32(_LEAST_UNIT))
     descales = jnp.stack(Descales(unit, unit * np.float32(LOG2E), 1 / of_v))
-    return Codes(q, k, v.transpose(0, 2, 3, 1), descales)
+    # Mosaic divides V's last axis into lines of 128. The codes added are 0.
+    padded = jnp.pad(v.transpose(0, 2, 3, 1), [(0, 0)] * 3 + [(0, -v.shape[1] % 128)])
+    return Codes(q, k, padded, descales)
 
 
 def attend_codes(given: Codes, spec: Spec) -> tuple[Array, ...]:
