@@ -83,6 +83,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.attention.layers = {}  # {1: {"numerics": "flash"}} changes the second layer
     config.attention.heads = {}  # {7: {"points": {"output": "float32"}}}: head 7 in every layer
     config.attention.implementation = placeholder(str)
+    config.attention.function = placeholder(str)  # jax.nn:cudnn, or MODULE:FUNCTION of yours
 
     config.data = ConfigDict()
     config.data.path = placeholder(str)

@@ -102,7 +102,10 @@ class AttentionSettings:
     Attributes:
       layers: for each layer its heads, grouped by their arithmetic.
       implementation: one of `attention.IMPLEMENTATIONS`, None for the fastest that serves.
+      function: the name of another library's attention that computes all layers in its place; see
+        `gpt2.functions`.
     """
 
     layers: tuple[tuple[HeadGroup, ...], ...]
     implementation: str | None = None
+    function: str | None = None

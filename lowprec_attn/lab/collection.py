@@ -47,6 +47,7 @@ SIGNALS = (
     "query_weight_gradient_error_from_delta",
     "query_weight_gradient_error_from_ds",
     "query_weight_gradient_error_from_total",
+    "query_weight_gradient_error_measured",
     "query_weight_gradient_error_first_share",
     "outer_product_similarity",
     "outer_product_similarity_across_steps",

@@ -145,6 +145,8 @@ def _implementation(
         dtype=jnp.dtype(model.activation_dtype),
         platform=platform,
     )
+    if (function := settings.attention.function) is not None:
+        return f"which `{function}` is taken to have; it computes all layers"
     name = attention.resolve(request, settings.attention.implementation)
     exponent = attention.exponent_of(request, settings.attention.implementation)
     return f"computed by `{name}`, exponents {exponent}"

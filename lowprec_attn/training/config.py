@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError, unknown_field
+from lowprec_attn.gpt2 import functions
 from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs.earlier import renamed
@@ -149,6 +150,9 @@ def _check(run: TrainSettings) -> None:
     require("name variant", plain, "letters, digits, and _ - + . within")
     _check_ends(run)
     _check_optimizer(run.optimizer, run.model)
+    if run.attention.function is not None:  # QK-clip takes the largest scores from our attention
+        what = "None beside attention.function"
+        _require("optimizer", run.optimizer, "qk_clip", lambda x: x is None, what)
     if run.data.path is not None:
         fits, what = "documentation".__eq__, "documentation beside data.path"
         _require("data", run.data, "builtin", fits, what)
@@ -256,7 +260,7 @@ def attention_settings(
       ConfigError: a field or name is unknown, or an index or value is out of range.
     """
     section = _mapping(config, "attention")
-    _known(section, (*_ARITHMETIC, "implementation", "layers", "heads"), "attention")
+    _known(section, (*_ARITHMETIC, "implementation", "function", "layers", "heads"), "attention")
     implementation = section.get("implementation")
     if implementation not in (None, *IMPLEMENTATIONS):
         known = ", ".join(IMPLEMENTATIONS)
@@ -286,7 +290,34 @@ def attention_settings(
             heads.append(made[of])
         _require_groups(heads, model, path)
         result.append(group_heads(heads))
-    return AttentionSettings(layers=tuple(result), implementation=implementation)
+    function = section.get("function")
+    settings = AttentionSettings(
+        layers=tuple(result), implementation=implementation, function=function
+    )
+    if function is not None:
+        _check_function(settings, model, rollback)
+    return settings
+
+
+def _check_function(settings: AttentionSettings, model: Model, rollback: Mapping[str, Any]) -> None:
+    """Raises ConfigError if another library's function cannot compute what the config says."""
+    name = settings.function
+    if not isinstance(name, str) or not functions.is_name(name):
+        raise ConfigError(f"config.attention.function must be {functions.KNOWN}, got {name!r}")
+    refused = {
+        "attention.implementation": settings.implementation is not None,
+        "attention.layers and attention.heads": len(set(settings.layers)) > 1
+        or len(settings.layers[0]) > 1,
+        "model.soft_cap": model.soft_cap is not None,
+        "model.sinks": model.sinks,
+        "rollback.numerics and rollback.points": bool(rollback),
+    }
+    for path, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"config.{path} does not go with config.attention.function={name}, which computes "
+                "all heads in one arithmetic of its own; leave it out"
+            )
 
 
 def _require_groups(heads: list[tuple[Numerics, RowMax]], model: Model, path: str) -> None:

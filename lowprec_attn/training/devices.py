@@ -19,6 +19,7 @@ from lowprec_attn import attention
 from lowprec_attn.attention.dispatch import traced_for
 from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2 import functions
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, root_key
@@ -61,11 +62,13 @@ class Devices(NamedTuple):
     Attributes:
       mesh: all devices of the run; the devices of one process are adjacent.
       implementation: name of the attention implementation, None to let the platform decide.
+      function: another library's attention in its place; see `gpt2.functions`.
       shard_optimizer: whether the optimizer's state is split over the devices.
     """
 
     mesh: Mesh
     implementation: str | None
+    function: Callable[..., Array] | None
     shard_optimizer: bool
 
     @property
@@ -89,6 +92,8 @@ class Devices(NamedTuple):
 
     def _attend(self, function: Callable[..., Any]) -> Attend:
         platform = self.mesh.devices.flat[0].platform
+        if self.function is not None:
+            return Attend(functions.as_attention(self.function))
         # Only the GPU kernels read q, k and v packed in one array, as one product forms them.
         packed = platform == "gpu" and self.implementation in (None, "gpu", "hopper")
 
@@ -224,7 +229,9 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
             f"{len(devices)} devices; choose a multiple of {len(devices)}"
         )
     mesh = Mesh(np.array(devices), (_AXIS,))
-    return Devices(mesh, settings.attention.implementation, settings.shard_optimizer)
+    name = settings.attention.function
+    function = None if name is None else functions.find(name)
+    return Devices(mesh, settings.attention.implementation, function, settings.shard_optimizer)
 
 
 class Program(NamedTuple):

@@ -13,6 +13,7 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import Projection, Returned, attention_signals
+from lowprec_attn.gpt2 import functions
 from lowprec_attn.gpt2.model import zero_taps
 from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training import models
@@ -45,7 +46,7 @@ class LayerArrays(NamedTuple):
 
 
 def make_layers(
-    model: Model, loss: Callable[..., tuple[Array, Any]]
+    model: Model, loss: Callable[..., tuple[Array, Any]], function: str | None = None
 ) -> Callable[..., list[LayerArrays]]:
     """Returns a jit-able function (params, inputs, targets [B, T], key) -> arrays of every layer.
 
@@ -54,7 +55,10 @@ def make_layers(
     Args:
       model: settings of the model.
       loss: `Steps.loss` of the model.
+      function: name of another library's attention that the loss uses. It is then asked for dQ.
     """
+    other = None if function is None else functions.find(function)
+    scale, _ = models.score_scale(model)
     shapes = {
         name: (model.width, heads, model.head_size)
         for name, heads in (("query", model.heads), ("key", model.kv_heads))
@@ -72,16 +76,20 @@ def make_layers(
             w_q, w_k = (weights[n]["kernel"][...].reshape(shape) for n, shape in shapes.items())
             assert record.lse is not None  # attention with a tap returns it
             query_of = models.of(model).query_of(model, weights, inputs.shape[1])
+            do = do.astype(record.o.dtype)
+            dq = None
+            if other is not None:
+                dq = functions.query_gradient(other, record.q, record.k, record.v, do, scale)
             result.append(
                 LayerArrays(
                     q=record.q,
                     k=record.k,
                     v=record.v,
-                    do=do.astype(record.o.dtype),
+                    do=do,
                     x=record.x,
                     w_q=w_q,
                     w_k=w_k,
-                    returned=Returned(record.o, record.lse),
+                    returned=Returned(record.o, record.lse, dq),
                     projection=None if query_of is None else Projection(record.projected, query_of),
                     sinks=weights["sinks"][...] if model.sinks else None,
                 )
@@ -104,7 +112,7 @@ def make_signals(
       model, attention: settings of the run.
       loss: `Steps.loss` of the model.
     """
-    layers_of = make_layers(model, loss)
+    layers_of = make_layers(model, loss, attention.function)
     scale, factor = models.score_scale(model)
 
     def of_layer(

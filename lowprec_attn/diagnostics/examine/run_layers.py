@@ -157,7 +157,7 @@ def _layers(
             )
         raise DiagnoseError(f"{run_dir.path}: holds no complete checkpoint; train on, or wait")
     loss = make_loss(settings.model, saved.attention, saved.devices.attend_whole)
-    layers_of = saved.devices.jit(make_layers(settings.model, loss))
+    layers_of = saved.devices.jit(make_layers(settings.model, loss, settings.attention.function))
     key = step_key(root_key(settings), jnp.int32(saved.step))
     arrays = layers_of(saved.params, ids[:, :-1], ids[:, 1:], key)
     layers = [
