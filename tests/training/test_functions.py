@@ -44,53 +44,51 @@ def wrong(q, k, v, *, scale, is_causal):
 NOT_CALLABLE = 1.0
 
 
-def stepped(make=tiny_settings, **changes):
-    """The losses and the last parameters of three steps."""
+def gradients(make=tiny_settings, **changes):
+    """The loss of a batch at initialisation, and its gradient."""
+    _, steps, params, ids = begun(make, **changes)
+
+    def loss(params):
+        return steps.loss(params, ids[:, :-1], ids[:, 1:], jax.random.key(0))[0]
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def begun(make, **changes):
     settings = make(**SMALL, **changes)
-    devices = run_devices(settings)
-    steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    root = root_key(settings)
-    state = jax.jit(steps.init)(root)
-    train = devices.jit(steps.train)
-    ids = np.random.default_rng(1).integers(0, settings.model.vocab_size, (1, 8, 33))
-    batch = devices.put({"inputs": ids[..., :-1].astype(np.int32), "targets": ids[..., 1:]})
-    losses = []
-    for _ in range(3):
-        state, metrics = train(state, *batch, root)
-        losses.append(float(metrics.loss))
-    return losses, state.params
-
-
-def measured(**changes):
-    """The signals of layer 0 at initialisation."""
-    settings = tiny_settings(**SMALL, **changes)
-    devices = run_devices(settings)
-    steps = make_steps(settings, devices.attend_whole)
+    steps = make_steps(settings, run_devices(settings).attend_part)
     params = jax.jit(steps.init)(root_key(settings)).params
     ids = jax.random.randint(jax.random.key(1), (1, 33), 0, settings.model.vocab_size)
-    of = jax.jit(make_signals(settings.model, settings.attention, steps.loss))
-    found, _ = of(params, ids[:, :-1], ids[:, 1:], jax.random.key(0))
+    return settings, steps, params, ids
+
+
+def measured(run=lambda f, *args: jax.jit(f)(*args), **changes):
+    """The signals of layer 0 at initialisation."""
+    settings, steps, params, ids = begun(tiny_settings, **changes)
+    of = make_signals(settings.model, settings.attention, steps.loss)
+    found, _ = run(of, params, ids[:, :-1], ids[:, 1:], jax.random.key(0))
     return found["layer_0"]
 
 
 @pytest.mark.parametrize("make", [tiny_settings, llama_settings])
-def test_a_run_with_jax_nn_takes_the_steps_of_exact_attention(make):
+def test_gradients_with_jax_nn_are_those_of_exact_attention(make):
     changes = {**FLOAT32, "attention__numerics": "exact"}
-    losses, params = stepped(make, **changes, attention__function="jax.nn:xla")
-    expected, of_exact = stepped(make, **changes)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    # Adam divides by the root of the second moment, so an entry near zero may move by one step.
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(of_exact), strict=True):
-        assert jnp.linalg.norm(x - y) <= 1e-4 * jnp.linalg.norm(y)
+    loss, found = gradients(make, **changes, attention__function="jax.nn:xla")
+    expected, of_exact = gradients(make, **changes)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(of_exact), strict=True):
+        assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 
 
 def test_a_run_calls_the_function_that_is_named():
-    name = f"{__name__}:wrong"
-    losses, params = stepped(**FLOAT32, attention__function=name)
-    expected, of_right = stepped(**FLOAT32, attention__function="jax.nn")
-    assert losses[0] == expected[0]
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(of_right), strict=True)
-    assert any(bool(jnp.any(x != y)) for x, y in pairs)
+    """Its dQ is too large by a tenth, so the gradient of W_Q is as well, and no other."""
+    wrong, right = (
+        gradients(**FLOAT32, attention__function=name)[1]["blocks"][0]["attention"]
+        for name in (f"{__name__}:wrong", "jax.nn")
+    )
+    for name, factor in {"query": 1.1, "key": 1.0, "value": 1.0}.items():
+        x, y = (of[name]["kernel"][...] for of in (wrong, right))
+        np.testing.assert_allclose(x, factor * y, rtol=1e-4, atol=1e-6 * float(jnp.abs(y).max()))
 
 
 def test_signals_measure_the_function_itself():
@@ -101,7 +99,7 @@ def test_signals_measure_the_function_itself():
     found = measured(**FLOAT32, attention__function="jax.nn")
     assert max(found[name]) < 1e-5
     assert max(np.abs(found["output_error_rms"])) < 1e-5 * max(found["output_rms"])
-    assert name not in measured(**FLOAT32)
+    assert name not in measured(**FLOAT32, run=jax.eval_shape)
 
 
 def test_the_announcement_names_the_function():
