@@ -6,7 +6,6 @@ Flax NNX calls jax.nn, unless it forms attention weights for dropout; that is re
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import sys
@@ -40,9 +39,6 @@ _HARMLESS = (
     *("attn_weights_value_einsum", "broadcast_dropout", "dropout_rng", "deterministic"),
     *("interpret", "block_sizes", "config"),
 )
-
-# True inside of a captured function: any attention that it calls in turn is the same attention.
-_inside = contextvars.ContextVar("inside", default=False)
 
 
 class CaptureError(UserError, RuntimeError):
@@ -89,13 +85,10 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
-        if _inside.get() or not tap.is_open():
+        if not tap.is_open():
             return function(*args, **kwargs)
-        token = _inside.set(True)
-        try:
+        with tap.closed():  # any attention that the function calls in turn is the same attention
             out = function(*args, **kwargs)
-        finally:
-            _inside.reset(token)
         given = signature.bind(*held.args, *args, **(held.keywords | kwargs)).arguments
         o, *others = out if isinstance(out, tuple) else (out,)
         o = _tapped(given, signature, o, layout)
@@ -142,7 +135,7 @@ def _with_attention(function: Any, replacement: Any) -> Callable[..., Any]:
 def _refusing(weights: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(weights)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not _inside.get():
+        if tap.is_open():
             raise CaptureError(
                 "Flax computes attention weights here, for dropout of attention or to sow them, "
                 "and capture does not see them: pass deterministic=True or dropout_rate=0"

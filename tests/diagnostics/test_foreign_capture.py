@@ -225,6 +225,19 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     assert layer["logits_soft_cap"] == 30 and "ignored" not in layer
 
 
+def test_a_function_that_calls_ours_is_captured_once():
+    exact = functools.partial(attention.dot_product_attention, numerics="exact", is_causal=True)
+    attend = captured(lambda q, k, v, is_causal=True: exact(q, k, v))
+    step = jax.jit(jax.grad(lambda w: loss(w, attend=attend)))
+    with capture(None) as taken:
+        step(2.0)
+    (layer,) = taken.layers.values()
+    np.testing.assert_array_equal(layer["q"], Q * 2)
+    with capture(None) as taken:  # ours is captured again where no other function calls it
+        jax.grad(lambda w: loss(w, attend=lambda q, k, v, is_causal: exact(q, k, v)))(2.0)
+    assert len(taken.layers) == 1
+
+
 def with_sinks(q, k, v, softcap=0.0, s_aux=None):
     """A function with the soft cap of flash_attn (0 is none) and the sinks of FlashAttention-3."""
     return jax.nn.dot_product_attention(q, k, v)
