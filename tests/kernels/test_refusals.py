@@ -169,7 +169,7 @@ def test_forcing_the_kernels_names_what_they_decline_and_who_serves_it(
 def test_what_no_implementation_serves_says_so() -> None:
     asked = interpreted(numerics.CORRECTED_AFTER_CAST)
     asked = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, soft_cap=5.0))
-    with pytest.raises(NotImplementedError, match="; no other implementation does either$"):
+    with pytest.raises(NotImplementedError, match=r"; no other implementation does either$"):
         resolve(asked, "tpu")
 
 
