@@ -185,12 +185,21 @@ def resolve(request: Request, implementation: str | None = None) -> str:
         raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     check_name(implementation)
     if reasons[implementation] is not None:
-        others = f"use {' or '.join(able)}" if able else "no other implementation does either"
+        others = f"use {' or '.join(able)}" if able else _without_block_sizes(request)
         raise UnsupportedError(
             f"implementation {implementation!r} does not support "
             f"{reasons[implementation]}; {others}"
         )
     return implementation
+
+
+def _without_block_sizes(request: Request) -> str:
+    """Says who serves a request whose tiles belong to the implementation that declines it."""
+    asked = dataclasses.replace(request, spec=dataclasses.replace(request.spec, block_sizes=None))
+    able = [name for name, module in IMPLEMENTATIONS.items() if module.unsupported(asked) is None]
+    if not able:
+        return "no other implementation does either"
+    return f"use {' or '.join(able)}, without these block_sizes"
 
 
 def keys_per_step(request: Request, implementation: str | None = None) -> int:

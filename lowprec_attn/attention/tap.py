@@ -68,6 +68,13 @@ def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
         _receivers.clear()
 
 
+@contextlib.contextmanager
+def closed() -> Iterator[None]:
+    """A context in which no call is tapped, because its caller hands over the same attention."""
+    with _sequences(None):
+        yield
+
+
 def tapped(call: Call, out: Array) -> Array:
     """Returns `out`, and taps its backward pass if a block of `receiving` is open."""
     if not is_open():

@@ -22,13 +22,17 @@ class TargetError(UserError):
     """A target is not installed or cannot be called; the message says what to do."""
 
 
+class ResultError(TargetError):
+    """A function returns something other than O, or O and more; the message says what."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Function:
     """An attention function, and how it is called.
 
     Attributes:
-      function: takes q, k, v and keywords. Returns O, or a tuple that begins with O and lse; lse
-        has the shape [B, T, N] or [B, N, T].
+      function: takes q, k, v and keywords. Returns O, or a tuple or list that begins with O and
+        lse; lse has the shape [B, T, N] or [B, N, T].
       name: the function's name in a script.
       head: lines of Python that define this name in a script.
       framework: `jax` or `torch`.
@@ -116,7 +120,8 @@ class Function:
         """Returns O and lse [B, T, N], or None for lse if the function returns none."""
         given = {self.keywords[name]: x for name, x in beside.items() if name in self.keywords}
         result = self.function(q, k, v, **given, **values)
-        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+        o, lse = (*result, None, None)[:2] if isinstance(result, tuple | list) else (result, None)
+        self._require_o(o, (*q.shape[:3], v.shape[3]))
         shape, (b, t, n) = tuple(getattr(lse, "shape", ())), rows
         if shape != rows:
             lse = lse.swapaxes(1, 2) if shape == (b, n, t) else None
@@ -125,6 +130,19 @@ class Function:
         if asks_lse and not getattr(lse, "requires_grad", True):
             raise TargetError("its lse has no gradient, so a loss of lse would train nothing")
         return o, lse
+
+    def _require_o(self, o: Any, shape: tuple[int, ...]) -> None:
+        """Raises ResultError if what the function returned as O is no array of this shape."""
+        if not hasattr(o, "shape"):
+            raise ResultError(
+                f"{self.name} returned {type(o).__name__}; it must return O, or a tuple or list "
+                "that begins with O"
+            )
+        if tuple(o.shape) != shape:
+            raise ResultError(
+                f"O of {self.name} has the shape {tuple(o.shape)}, not {shape} ({self.layout}); is "
+                "it another layout (--layout)?"
+            )
 
     def _values(self, problem: Problem) -> dict[str, Any]:
         """The keywords that are not arrays; a setting that the problem lacks is left out."""
@@ -186,7 +204,7 @@ def _jax_script(trained: list[str], has_mask: bool, problem: Problem, call: str)
     if not has_lse:
         return [
             *lines,
-            "    return result[0] if isinstance(result, tuple) else result",
+            "    return result[0] if isinstance(result, (tuple, list)) else result",
             "",
             "",
             f"o, pullback = jax.vjp(attend, {parameters})",
@@ -227,7 +245,7 @@ def _torch_script(trained: list[str], has_mask: bool, problem: Problem, call: st
         ]
     else:
         lines += [
-            "o = result[0] if isinstance(result, tuple) else result",
+            "o = result[0] if isinstance(result, (tuple, list)) else result",
             "gradients = torch.autograd.grad(o, given, do.to(o.dtype))",
             f"found = dict(zip(({results}), (o, *gradients)))",
         ]

@@ -9,7 +9,7 @@ import numpy as np
 from lowprec_attn.check import bugs, places, shrink
 from lowprec_attn.check.dependences import BY_MORE, TWO_RUNS
 from lowprec_attn.check.limits import Limits
-from lowprec_attn.check.measure import EVERY, WORDS, row_errors
+from lowprec_attn.check.measure import EVERY, RESULTS, WORDS, row_errors
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
@@ -41,6 +41,8 @@ class Cases:
     def __init__(self, trials: Trials, limits: Limits, out: Path | None) -> None:
         self._trials, self._limits, self._out = trials, limits, out
         self.risks: list[str] = []
+        found = [trial.found for trial in trials.every if trial.found is not None]
+        self._is_zero = not any(x[n].any() for x in found for n in RESULTS)
 
     def with_dependences(self, dependences: Sequence[Bug]) -> list[Bug]:
         """Returns the bugs of the problems, together with those of `Dependences`.
@@ -111,6 +113,8 @@ class Cases:
         broken = frozenset(n for n in bad if np.isinf(trial.errors[n]).any())
         if broken:
             return bugs.not_finite(trial.problem, trial.exact, trial.errors), broken
+        if self._is_zero:
+            return "every result is zero", frozenset(bad)
         named = bugs.name(trial.problem, trial.exact, trial.found, bad)
         return named or self._unexplained(trial, bad)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowprec_attn.check import problems
-from lowprec_attn.check.calls import TargetError
+from lowprec_attn.check.calls import ResultError, TargetError
 from lowprec_attn.check.functions import refusal_of
 from lowprec_attn.check.measure import RESULTS, WORDS, Exact, Found, exact, row_errors
 from lowprec_attn.check.problems import DTYPES, Problem
@@ -93,6 +93,8 @@ class Trials:
             warnings.simplefilter("always")
             try:
                 found = self.target.call(problem)
+            except ResultError:  # no refusal: the function has run
+                raise
             except (Exception, SystemExit) as error:  # a library may raise anything
                 if lacks_its_platform(error):  # no fault of the library
                     raise

@@ -1,5 +1,6 @@
 """Wrong references: what a kernel may do wrong, in words, and the results that it then returns."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from lowprec_attn.attention import reference
 from lowprec_attn.check.measure import (
+    WORDS,
     Exact,
     Found,
     both_passes,
@@ -48,6 +50,7 @@ def of(problem: Problem, exact: Exact, bad: Collection[str]) -> Iterator[tuple[s
     yield from _softmaxes(problem, exact)
     yield from _soft_caps_and_biases(problem, exact)
     yield from _sinks(problem, exact)
+    yield from _exchanged(exact)
     yield from _factors(problem, exact)
 
 
@@ -422,6 +425,13 @@ def _lse(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
         with np.errstate(over="ignore"):
             rounded = lse.astype(dtype).astype(np.float64)
         yield f"{LSE_ROUNDED}{np.dtype(dtype).name}", {"lse": rounded}
+
+
+def _exchanged(exact: Exact) -> Iterator[tuple[str, Found]]:
+    for one, other in itertools.combinations(("dq", "dk", "dv"), 2):
+        x, y = exact.found[one], exact.found[other]
+        if x.shape == y.shape:
+            yield f"{WORDS[one]} and {WORDS[other]} are swapped", {one: y, other: x}
 
 
 def _factors(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:

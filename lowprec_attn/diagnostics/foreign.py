@@ -6,7 +6,6 @@ Flax NNX calls jax.nn, unless it forms attention weights for dropout; that is re
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import sys
@@ -41,9 +40,6 @@ _HARMLESS = (
     *("interpret", "block_sizes", "config"),
 )
 
-# True inside of a captured function: any attention that it calls in turn is the same attention.
-_inside = contextvars.ContextVar("inside", default=False)
-
 
 class CaptureError(UserError, RuntimeError):
     """A layer was not captured or cannot be captured; the message says what to do."""
@@ -58,12 +54,12 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
 
     Args:
       function: takes q, k, v (or query, key, value) and any other arguments; returns O, or a tuple
-        that begins with O. Of the other arguments these are recorded, with their meaning in jax.nn:
-        is_causal (causal), scale (softmax_scale, sm_scale), mask, bias, query_seq_lengths,
-        key_value_seq_lengths and local_window_size. Recorded as well are the soft cap c of scores
-        c · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap, attn_logits_soft_cap; 0 is
-        none) and sinks [N] (s_aux), one more score of each head. Where one of them is not passed,
-        a default that is a number, a truth value, a pair or an array is recorded. What a
+        or list that begins with O. Of the other arguments these are recorded, with their meaning in
+        jax.nn: is_causal (causal), scale (softmax_scale, sm_scale), mask, bias, query_seq_lengths,
+        key_value_seq_lengths and local_window_size. Recorded as well are the soft cap c of scores c
+        · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap, attn_logits_soft_cap; 0 is
+        none) and sinks [N] (s_aux), one more score of each head. Where one of them is not passed, a
+        default that is a number, a truth value, a pair or an array is recorded. What a
         `functools.partial` holds counts as passed. Any other argument that may change the result is
         named in `ignored`.
       layout: axes of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
@@ -89,17 +85,22 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
-        if _inside.get() or not tap.is_open():
+        if not tap.is_open():
             return function(*args, **kwargs)
-        token = _inside.set(True)
-        try:
+        with tap.closed():  # any attention that the function calls in turn is the same attention
             out = function(*args, **kwargs)
-        finally:
-            _inside.reset(token)
         given = signature.bind(*held.args, *args, **(held.keywords | kwargs)).arguments
-        o, *others = out if isinstance(out, tuple) else (out,)
+        o, *others = out if isinstance(out, tuple | list) else (out,)
+        if not hasattr(o, "ndim"):
+            raise CaptureError(
+                f"{getattr(function, '__name__', type(function).__name__)} returned "
+                f"{type(out).__name__}; wrap a function that returns O, or a tuple or list that "
+                "begins with O"
+            )
         o = _tapped(given, signature, o, layout)
-        return (o, *others) if isinstance(out, tuple) else o
+        if not isinstance(out, tuple | list):
+            return o
+        return out._make((o, *others)) if hasattr(out, "_make") else type(out)((o, *others))
 
     return attend
 
@@ -142,7 +143,7 @@ def _with_attention(function: Any, replacement: Any) -> Callable[..., Any]:
 def _refusing(weights: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(weights)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not _inside.get():
+        if tap.is_open():
             raise CaptureError(
                 "Flax computes attention weights here, for dropout of attention or to sow them, "
                 "and capture does not see them: pass deterministic=True or dropout_rate=0"

@@ -101,6 +101,17 @@ def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
     assert candidates.Match(None, {}, {}).distance == np.inf
 
 
+def nothing_written(q, k, v):
+    return jnp.zeros_like(q)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_kernel_of_zeros_alone_is_named_so():
+    options = check.Options(causal=True, framework="jax", **SMALL)
+    report = check.check(check.of_function(nothing_written, options))
+    assert report.bugs[0].name == "every result is zero"
+
+
 @pytest.fixture
 def presets_alone(few_core_problems, monkeypatch):
     """Tries every preset, and no tile, exponent or change of one."""
@@ -169,6 +180,27 @@ def _backward(pullback, do):
 
 
 without_last_keys.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def with_swapped_gradients(q, k, v):
+    """Attention whose backward pass returns dV for dK, and dK for dV."""
+    return attention(q, k, v)
+
+
+def _backward_swapped(pullback, do):
+    dq, dk, dv = pullback(do)
+    return dq, dv, dk
+
+
+with_swapped_gradients.defvjp(_forward, _backward_swapped)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_swapped_gradients_are_named_so():
+    options = check.Options(causal=True, framework="jax", **SMALL)
+    report = check.check(check.of_function(with_swapped_gradients, options))
+    assert [bug.name for bug in report.bugs] == ["dK and dV are swapped"]
 
 
 @pytest.mark.usefixtures("few_candidates")
@@ -249,6 +281,22 @@ def test_a_script_of_a_function_without_a_name_is_refused(function, tmp_path):
     assert check.of_function(attention, check.Options(causal=True, framework="jax")).script
 
 
+def listed(q, k, v):
+    return [attention(q, k, v), jnp.zeros(q.shape[:3])]
+
+
+def test_results_in_a_list_are_read_as_those_in_a_tuple():
+    problem = problems.features("float32", causal=True)[0]
+    options = check.Options(causal=True, framework="jax")
+    target, alone = (check.of_function(x, options) for x in (listed, attention))
+    found, expected = target.call(problem), alone.call(problem)
+    assert not found.pop("lse").any()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x)
+    _, lines = target.script(problem, "case.npz")
+    assert "    return result[0] if isinstance(result, (tuple, list)) else result" in lines
+
+
 def test_a_partial_is_called_as_the_function_that_it_holds():
     target = check.of_function(of_partial, check.Options(causal=True))
     assert target.name == f"{__name__}:attention"
@@ -279,6 +327,8 @@ import jax
 def f(q, k, v): return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 def leaves(q, k, v): raise SystemExit(7)
 def says(q, k, v): raise KeyError("\x1b[31m")
+def names(q, k, v): return {"o": f(q, k, v)}
+def merges(q, k, v): return f(q, k, v).reshape(*q.shape[:2], -1)
 """
 
 
@@ -331,6 +381,11 @@ def test_alignment_is_seen_in_o_or_as_asked():
         (["ours:f", "--causal", "--out=ours.py"], "cannot write ours.py: File exists"),
         (["ours:leaves", "--causal"], "SystemExit: 7; try another --dtype or --head-size, or an"),
         (["ours:says", "--causal"], "\\x1b[31m"),
+        (["ours:names", "--causal"], "names returned dict; it must return O, or a tuple or list"),
+        (
+            ["ours:merges", "--causal"],
+            "O of merges has the shape (1, 160, 128), not (1, 160, 2, 64",
+        ),
     ],
 )
 def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`diagnostics.capture` of foreign attention: jax.nn's, Flax's and a user's function."""
 
 import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -223,6 +224,46 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5, atol=1e-8)
     assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
     assert layer["logits_soft_cap"] == 30 and "ignored" not in layer
+
+
+class Results(NamedTuple):
+    o: jax.Array
+    lse: jax.Array
+
+
+@pytest.mark.parametrize("kind", [Results._make, list])
+def test_a_function_keeps_the_kind_of_its_results(kind):
+    attend = captured(lambda q, k, v: kind((dot_product_attention(q, k, v), jnp.zeros(3))))
+
+    def cube(w):
+        out = attend(Q * w, K, V)
+        assert type(out) is type(kind((Q, K)))
+        return jnp.sum(out[0] ** 3)
+
+    with capture(None) as taken:
+        jax.grad(cube)(2.0)
+    (layer,) = taken.layers.values()
+    np.testing.assert_array_equal(layer["q"], Q * 2)
+
+
+def test_results_without_a_first_are_refused_by_name():
+    attend = captured(lambda q, k, v: {"o": dot_product_attention(q, k, v)})
+    refused = pytest.raises(CaptureError, match="returned dict; wrap a function that returns O")
+    with refused, capture(None):
+        jax.grad(lambda w: jnp.sum(attend(Q * w, K, V)["o"]))(2.0)
+
+
+def test_a_function_that_calls_ours_is_captured_once():
+    exact = functools.partial(attention.dot_product_attention, numerics="exact", is_causal=True)
+    attend = captured(lambda q, k, v, is_causal=True: exact(q, k, v))
+    step = jax.jit(jax.grad(lambda w: loss(w, attend=attend)))
+    with capture(None) as taken:
+        step(2.0)
+    (layer,) = taken.layers.values()
+    np.testing.assert_array_equal(layer["q"], Q * 2)
+    with capture(None) as taken:  # ours is captured again where no other function calls it
+        jax.grad(lambda w: loss(w, attend=lambda q, k, v, is_causal: exact(q, k, v)))(2.0)
+    assert len(taken.layers) == 1
 
 
 def with_sinks(q, k, v, softcap=0.0, s_aux=None):

@@ -67,7 +67,7 @@ def test_forcing_the_kernels_where_they_serve(kernels: str, asked: Request) -> N
 
 
 BY_TILED, BY_DENSE, BY_BOTH = "use tiled", "use dense", "use tiled or dense"
-BY_NONE = "no other implementation does either"  # if tiles of the kernels were given
+WITHOUT = ", without these block_sizes"  # the tiles given are those of the kernels
 
 
 @pytest.mark.parametrize(
@@ -96,53 +96,63 @@ BY_NONE = "no other implementation does either"  # if tiles of the kernels were 
         ),
         ("tpu", interpreted(sizes=None), "this platform (it needs a TPU", BY_BOTH),
         ("tpu", interpreted(sizes=tiled.BlockSizes()), "block_sizes of ", BY_TILED),
-        ("tpu", interpreted(numerics.STANDARD), "normalize_probs", BY_NONE),
-        ("tpu", interpreted(EXACT.replace(pv="float16")), "pv=float16", BY_NONE),
-        ("tpu", interpreted(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn", BY_NONE),
-        ("tpu", interpreted(EXACT.replace(output="bf16_m5")), "output=bf16_m5", BY_NONE),
+        ("tpu", interpreted(numerics.STANDARD), "normalize_probs", BY_DENSE + WITHOUT),
+        ("tpu", interpreted(EXACT.replace(pv="float16")), "pv=float16", BY_BOTH + WITHOUT),
+        (
+            "tpu",
+            interpreted(EXACT.replace(pv="float8_e4m3fn")),
+            "pv=float8_e4m3fn",
+            BY_BOTH + WITHOUT,
+        ),
+        ("tpu", interpreted(EXACT.replace(output="bf16_m5")), "output=bf16_m5", BY_BOTH + WITHOUT),
         (
             "tpu",
             interpreted(EXACT.replace(exponent="scale_first")),
             "exponent=scale_first (it takes shift_first)",
-            BY_NONE,
+            BY_BOTH + WITHOUT,
         ),
         (
             "tpu",
             interpreted(numerics.MATCHED),
             "exponent=whole_max (it takes shift_first)",
-            BY_NONE,
+            BY_BOTH + WITHOUT,
         ),
         (
             "tpu",
             interpreted(EXACT.replace(recomputed_probs="rounded")),
             "recomputed_probs=rounded (it takes unrounded)",
-            BY_NONE,
+            BY_BOTH + WITHOUT,
         ),
         (
             "tpu",
             interpreted(EXACT.replace(mean_key="subtracted")),
             "mean_key=subtracted (it takes kept)",
-            BY_NONE,
+            BY_BOTH + WITHOUT,
         ),
-        ("tpu", interpreted(BIASED), "ds=bfloat16:error_positive", BY_NONE),
+        ("tpu", interpreted(BIASED), "ds=bfloat16:error_positive", BY_BOTH + WITHOUT),
         (
             "tpu",
             interpreted(EXACT.replace(kv_block=64), length=65),
             "kv_block=64 (its steps",
-            BY_NONE,
+            BY_TILED + WITHOUT,
         ),
-        ("tpu", interpreted(TILE_GRADS, rows=65), "kv_block=64 with tile_grads", BY_NONE),
+        (
+            "tpu",
+            interpreted(TILE_GRADS, rows=65),
+            "kv_block=64 with tile_grads",
+            BY_TILED + WITHOUT,
+        ),
         (
             "tpu",
             interpreted(sizes=LARGE, length=4096),
             "forward=Tile(query=2048, kv=2048), which needs up to 91 MiB of VMEM of 16 "
             "(Tile(query=128, kv=2048) fits)",
-            BY_NONE,
+            BY_BOTH + WITHOUT,
         ),
-        ("tpu", interpreted(dtype="float16"), "float16 q, k and v", BY_NONE),
-        ("tpu", interpreted(has_bias=True), "a dense bias", BY_NONE),
-        ("tpu", interpreted(head_size=8), "head size 8", BY_NONE),
-        ("tpu", interpreted(head_size=320), "head size 320", BY_NONE),
+        ("tpu", interpreted(dtype="float16"), "float16 q, k and v", BY_BOTH + WITHOUT),
+        ("tpu", interpreted(has_bias=True), "a dense bias", BY_BOTH + WITHOUT),
+        ("tpu", interpreted(head_size=8), "head size 8", BY_BOTH + WITHOUT),
+        ("tpu", interpreted(head_size=320), "head size 320", BY_BOTH + WITHOUT),
     ],
 )
 def test_forcing_the_kernels_names_what_they_decline_and_who_serves_it(
@@ -154,6 +164,13 @@ def test_forcing_the_kernels_names_what_they_decline_and_who_serves_it(
     said = str(raised.value)
     assert f"'{kernels}' does not support {reason}" in said
     assert said.endswith(f"; {serving}")
+
+
+def test_what_no_implementation_serves_says_so() -> None:
+    asked = interpreted(numerics.CORRECTED_AFTER_CAST)
+    asked = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, soft_cap=5.0))
+    with pytest.raises(NotImplementedError, match=r"; no other implementation does either$"):
+        resolve(asked, "tpu")
 
 
 def test_steps_of_multiples_of_16_keys_are_named() -> None:
