@@ -80,6 +80,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return printable(f"{type(error).__name__}: {lines[0]}"[:200])
+
+
 def unknown_field(path: str, known: Iterable[object]) -> str:
     """Returns a message about an unknown field, with the nearest known name and all known names.
 

@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lowprec_attn.attention.named import function_named
 from lowprec_attn.check.calls import Function, TargetError
 from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Setting, Target
-from lowprec_attn.errors import lacks_its_platform, printable
+from lowprec_attn.errors import UserError, first_line, printable
 
 # The settings that a function may take by a keyword.
 _TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
@@ -176,31 +175,12 @@ def named(name: str, options: Options) -> Target:
     Raises:
       TargetError: the function cannot be imported, or `of_function` raises it.
     """
-    module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        place = f" and {os.getcwd()} has no such module" if missing == module_name else ""
-        raise TargetError(
-            f"cannot import {module_name}: no module named {missing}{place}; install it, or run "
-            "the command in the folder that holds it"
-        ) from error
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
-        if lacks_its_platform(error):
-            raise
-        raise TargetError(f"cannot import {module_name}: {first_line(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    try:
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except AttributeError as error:
-        raise TargetError(f"{module_name} has no {attribute!r}; say MODULE:FUNCTION") from error
-    if not callable(found):
-        raise TargetError(f"{name} is no function but {type(found).__name__}; say MODULE:FUNCTION")
-    return of_function(found, options, (module_name, attribute))
+        found = function_named(name)
+    except UserError as error:
+        raise TargetError(str(error)) from error
+    module, _, attribute = name.partition(":")
+    return of_function(found, options, (module, attribute))
 
 
 def refusal_of(error: BaseException, said: Iterable[warnings.WarningMessage]) -> str:
@@ -218,9 +198,3 @@ def refusal_of(error: BaseException, said: Iterable[warnings.WarningMessage]) ->
         line for line in lines if not line.endswith(("not used because:", "runtime disabled."))
     ]
     return " ".join([first_line(error), *map(printable, dict.fromkeys(reasons))])[:400]
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return printable(f"{type(error).__name__}: {lines[0]}"[:200])

@@ -46,7 +46,7 @@ ACTIONS: dict[Kind, Action] = {
         "--config.attention.numerics=normalized_delta; jax.nn has no such option",
         "lowprec_attn.torch.attention in place of scaled_dot_product_attention; PyTorch's own "
         f"are {_MATH}, or norms on q and k; AdamW with eps=1e-5 kept GPT-2's scores down for 2,500 "
-        "steps (not run further), with betas=(0.9, 0.999) no longer",
+        "steps (not run further), with betas=(0.9, 0.999) no longer (one seed)",
         "9 to 14 % of attention's time in JAX on one NVIDIA H200; in PyTorch not measured",
         f"{_BEFORE_GROWTH}; from a later one, scores stop growing and hardly fall",
     ),

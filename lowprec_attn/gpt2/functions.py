@@ -6,9 +6,6 @@ in float32, and split dQ's error by the roundings that `config.attention.numeric
 """
 
 import functools
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn import attention
+from lowprec_attn.attention.named import function_named
 from lowprec_attn.errors import UserError, printable
 from lowprec_attn.numerics import EXACT
 
@@ -42,24 +40,10 @@ def find(name: str) -> Callable[..., Array]:
     """
     if name in _OF_JAX_NN:
         return functools.partial(_of_jax_nn, name)
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found: Any = importlib.import_module(module)
-        for part in function.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"config.attention.function={name}: {printable(str(error))}; say {KNOWN}, and run in "
-            "the folder that holds the module"
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not callable(found):
-        raise UserError(
-            f"config.attention.function={name} is {type(found).__name__}, not a function"
-        )
-    return found
+        return function_named(name)
+    except UserError as error:
+        raise UserError(f"config.attention.function={name}: {error}") from error
 
 
 def _of_jax_nn(name: str, *qkv: Array, **options: Any) -> Array:

@@ -92,14 +92,17 @@ class Devices(NamedTuple):
 
     def _attend(self, function: Callable[..., Any]) -> Attend:
         platform = self.mesh.devices.flat[0].platform
-        if self.function is not None:
-            return Attend(functions.as_attention(self.function))
+        if self.function is None:
+            function = functools.partial(function, implementation=self.implementation)
+        else:
+            function = functions.as_attention(self.function)
         # Only the GPU kernels read q, k and v packed in one array, as one product forms them.
-        packed = platform == "gpu" and self.implementation in (None, "gpu", "hopper")
+        ours = self.function is None and self.implementation in (None, "gpu", "hopper")
+        packed = platform == "gpu" and ours
 
         def attend(*qkv: Array, **options: Any) -> Any:
             with traced_for(platform):
-                return function(*qkv, implementation=self.implementation, **options)
+                return function(*qkv, **options)
 
         return Attend(attend, packed)
 

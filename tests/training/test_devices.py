@@ -130,13 +130,19 @@ class Device:
 
 
 @pytest.mark.parametrize(
-    ("platform", "implementation", "packed"),
-    [("gpu", None, True), ("gpu", "gpu", True), ("gpu", "tiled", False), ("tpu", None, False)],
+    ("platform", "implementation", "function", "packed"),
+    [
+        ("gpu", None, None, True),
+        ("gpu", "gpu", None, True),
+        ("gpu", "tiled", None, False),
+        ("gpu", None, "jax.nn", False),
+        ("tpu", None, None, False),
+    ],
 )
 def test_query_key_and_value_are_packed_where_kernels_read_them_so(
-    platform, implementation, packed
+    platform, implementation, function, packed
 ):
-    settings = tiny_settings(attention__implementation=implementation)
+    settings = tiny_settings(attention__implementation=implementation, attention__function=function)
     devices = mesh_over([Device(platform)], settings)
     attends = devices.attend, devices.attend_part, devices.attend_whole
     assert [attend.packed for attend in attends] == [packed] * 3

@@ -139,12 +139,15 @@ def test_llamas_soft_cap_and_sinks_are_refused():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:f", "No module named 'no_such_module'"),
-        (f"{__name__}:no_such", "no_such"),
-        (f"{__name__}:NOT_CALLABLE", "is float, not a function"),
+        ("no_such_module:f", "function=no_such_module:f: .*no module named no_such_module"),
+        (f"{__name__}:no_such", "has no 'no_such'"),
+        (f"{__name__}:NOT_CALLABLE", "is no function but float"),
+        ("raises_at_import:f", "cannot import raises_at_import: ValueError: of its own"),
     ],
 )
-def test_a_function_that_is_not_there_is_refused_in_one_line(name, message):
+def test_a_function_that_is_not_there_is_refused_in_one_line(name, message, tmp_path, monkeypatch):
+    (tmp_path / "raises_at_import.py").write_text("raise ValueError('of its own')\n")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as error:
         functions.find(name)
     assert "\n" not in str(error.value)
