@@ -2,7 +2,8 @@
 
 A run that computes its attention with one shows whether scores run away under that function, with
 no account of its roundings between. Its diagnostics take O and dQ from the function. They form lse
-in float32, and split dQ's error by the roundings that `config.attention.numerics` names.
+in float32, and split dQ's error by the roundings that `config.attention.numerics` names. On a GPU
+such a run need not repeat its bits; see `training.devices`.
 """
 
 import functools

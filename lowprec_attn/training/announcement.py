@@ -146,7 +146,8 @@ def _implementation(
         platform=platform,
     )
     if (function := settings.attention.function) is not None:
-        return f"which `{function}` is taken to have; it computes all layers"
+        computes = f"which `{function}` is taken to have; it computes all layers"
+        return computes + ", and runs may differ in bits" * (platform == "gpu")
     name = attention.resolve(request, settings.attention.implementation)
     exponent = attention.exponent_of(request, settings.attention.implementation)
     return f"computed by `{name}`, exponents {exponent}"

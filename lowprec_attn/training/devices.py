@@ -118,8 +118,16 @@ class Devices(NamedTuple):
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """The result of the function `compiler_options` for the platform of these devices."""
-        return compiler_options(self.mesh.devices.flat[0].platform)
+        """The options of the function `compiler_options` for the platform of these devices.
+
+        With another library's attention a run need not compute the same bits every time. In XLA of
+        JAX 0.11.2 a program with two of cuDNN's backward calls fails at its start if operations
+        must be deterministic (`IndexError: raw_hash_map::at`).
+        """
+        options = compiler_options(self.mesh.devices.flat[0].platform)
+        if self.function is not None:
+            options.pop("xla_gpu_deterministic_ops", None)
+        return options
 
     def jit(self, function: Any, **options: Any) -> Any:
         """Applies `jax.jit` with the run's compiler options."""

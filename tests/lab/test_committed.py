@@ -391,44 +391,67 @@ def test_the_page_of_the_recipes_has_what_the_records_have():
                 behind = "other batches"
             else:
                 control = runs["exact_medium"][0].losses if "medium" in name else of_exact[run.seed]
-                above = _loss_above(run, control, 1500, min(2000, max(run.losses)))
+                last = min(2000, max(run.losses), max(control))
+                above = _loss_above(run, control, 1500, last // 10 * 10)
                 behind = f"{above:+.3f}".replace("-", "−")
             found.append((*_cells(run), behind))
         expected = [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)]
         assert [cell.strip() for cell in cells.split("|")] == expected, name
     over = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", longer_runs, re.MULTILINE)
-    assert [name for name, _ in over] == ["flash", "flash_b2_999", "flash_cosine", "exact"]
-    for name, cells in over:
-        run = (longer.get(name) or runs[name])[0]
-        at = [
-            step for step in (2000, 2500, 2750, 3000, 3500, 4000, 5000, 6000) if step in run.signals
-        ]
-        scores = [f"{run.largest('score_maximum', step, 1):,.0f}" for step in at]
-        assert [cell.strip() for cell in cells.split("|")] == scores + ["–"] * (8 - len(at)), name
+    arms = ["flash", "flash_b2_999", "flash_eps_1e5", "flash_qk_norm", "flash_cosine", "exact"]
+    assert [name for name, _ in over[:6]] == arms
+    for name, cells in over[:6]:
+        of_arm = longer.get(name) or runs[name]
+        steps = (2000, 2500, 2750, 3000, 3500, 4000, 5000, 6000)
+        for step, cell in zip(steps, cells.split("|"), strict=True):
+            found = [
+                f"{run.largest('score_maximum', step, 1):,.0f}" if step in run.signals else "–"
+                for run in of_arm
+            ]
+            assert cell.strip() == ("–" if {*found} == {"–"} else ", ".join(found)), (name, step)
+    assert [name for name, _ in over[6:]] == ["flash_eps_1e5"] * 3 + ["flash_qk_norm"] * 2
+    for place, (name, cells) in enumerate(over[6:]):
+        run = runs[name][place % 3]
+        of_control = longer["exact"][place % 3].val_losses
+        assert (
+            cells.replace("−", "-").split()
+            == " | ".join(
+                f"{run.val_losses[step] - of_control[step]:+.3f}"
+                for step in range(1000, 6001, 1000)
+            ).split()
+        )
     b2 = runs["flash_b2_999"][0]
     at = [run.largest("score_maximum", 2500, 1) for run in runs["flash_b2_999"]]
     end = b2.largest("score_maximum", 6000, 1)
-    said = f"scores are {min(at):.0f} to {max(at):.0f} by then, but {end:,.0f} by 6,000"
+    said = f"scores are {min(at):.0f} to {max(at):.0f} by 2,500, {end:,.0f} by 6,000"
     assert said in (ROOT / "docs" / "failure.md").read_text()
     ahead = [
         _loss_above(b2, longer["exact"][0].losses, *span) for span in ((1500, 2000), (5000, 5500))
     ]
     first, last = (f"{-x:.3f}" for x in ahead)
     assert f"shrinks from {first} in steps 1,501 to 2,000\nto {last} in steps 5,001 to" in page
-    ahead = [-_loss_above(run, of_exact[run.seed], 2000, 2490) for run in runs["flash_qk_norm"]]
-    assert f"ahead of `exact` by {_joined(f'{x:.3f}' for x in ahead)} in steps 2,001" in page
-    errors = [causes_figure.largest_error(run, [2000]) for run in runs["flash_b2_999"]]
-    assert f"is {_joined(map(_two_digits, errors))} at step 2,000" in page
-    of_eps = max(
-        run.largest("score_maximum", step, 1)
-        for run in runs["flash_eps_1e5"]
-        for step in run.signals
+    later = runs["flash_b2_999"][1:]
+    scores = _joined(f"{run.largest('score_maximum', 3250, 1):.0f}" for run in later)
+    errors = _joined(_two_digits(causes_figure.largest_error(run, [3250])) for run in later)
+    assert f"to step 3,250 and have {scores} there; their errors are {errors} of" in page
+    of_eps = runs["flash_eps_1e5"]
+    assert f"the largest score of layer 1 is at most {_most(of_eps, [1]):.0f}, that of any" in page
+    assert f"that of any layer at most {_most(of_eps, range(12)):.0f}." in page
+    early, late = (
+        _two_digits(max(causes_figure.largest_error(run, range(1000, end, 250)) for run in of_eps))
+        for end in (2501, 6001)
     )
-    assert f"the largest score of layer 1 is at most {of_eps:.0f}" in page
-    errors = [causes_figure.largest_error(run) for run in runs["flash_eps_1e5"]]
-    assert f"the error of W_Q's gradient at most {_two_digits(max(errors))}" in page
-    late = [_loss_above(run, of_exact[run.seed], 2000, 2490) for run in runs["flash_eps_1e5"]]
-    assert f"{_joined(f'{x:.3f}' for x in late)} in steps 2,001 to 2,490" in page
+    assert f"it is at most {early} by step 2,500, and {late} of the gradient by step 6,000" in page
+    of_norm = [run for run in runs["flash_qk_norm"] if 6000 in run.signals]
+    error = _two_digits(max(map(causes_figure.largest_error, of_norm)))
+    assert f"is at most {error} at any record, and no layer has a score above" in page
+    assert f"a score above {_most(of_norm, range(12)):.0f}." in page
+    (medium,) = runs["flash_medium"]
+    scores = [medium.largest("score_maximum", step, 1) for step in (2000, 2500, 3000)]
+    assert f"is {_joined(f'{score:.0f}' for score in scores)} at steps 2,000" in page.replace(
+        "\n  ", " "
+    )
+    assert f"{_two_digits(causes_figure.largest_error(medium, [3000]))} times at step" in page
     (larger,) = runs["flash_tokens_131k"]
     control = next(run for run in runs["flash"] if run.seed == 1)
     before, last, sooner = (
@@ -452,6 +475,63 @@ def _by_arm(directory: Path) -> dict[str, list[records.ArmRecord]]:
     """The runs of an experiment, in the order of their seeds."""
     runs = sorted(records.read_all(directory), key=lambda run: (run.arm.name, run.seed))
     return {name: list(of) for name, of in itertools.groupby(runs, lambda run: run.arm.name)}
+
+
+def _most(runs: list[records.ArmRecord], layers: Iterable[int]) -> float:
+    """The largest score of these layers at any record of the runs."""
+    layers = [*layers]
+    return max(
+        score
+        for run in runs
+        for at in run.signals.values()
+        for layer in layers
+        for score in at[layer]["score_maximum"]
+    )
+
+
+def test_the_page_of_other_functions_has_what_the_records_have():
+    directory = RESULTS / "true_bfloat16"
+    page = (directory / "functions" / "README.md").read_text()
+    controls = _by_arm(directory / "long_h200")
+    runs = _by_arm(directory / "functions") | {n: controls[n] for n in ("flash", "exact")}
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", page, re.MULTILINE))
+    assert set(rows) == {"cudnn", "flash", "exact"}
+    layer = causes_figure.LAYER
+    for name, cells in rows.items():
+        found = [
+            (
+                f"{run.largest('score_maximum', 2000, layer):,.0f}",
+                f"{run.largest('score_maximum', 2500, layer):,.0f}",
+                str(sum(score > 512 for of in run.signals[2500] for score in of["score_maximum"])),
+                _two_digits(causes_figure.largest_error(run, range(1000, 2001, 250))),
+            )
+            for run in runs[name]
+        ]
+        expected = [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)]
+        assert [cell.strip() for cell in cells.split("|")] == expected, name
+    other = _most(runs["cudnn"], [i for i in range(12) if i != layer])
+    assert f"No other layer has a score above {other:.0f}." in page
+    scores = ", ".join(f"{r.largest('score_maximum', 2500, layer):,.0f}" for r in runs["cudnn"])
+    assert f"{scores} at step 2,500" in (ROOT / "docs" / "failure.md").read_text()
+
+
+def test_the_page_of_the_whole_text_has_what_the_records_have():
+    directory = RESULTS / "true_bfloat16"
+    page = (directory / "whole_text" / "README.md").read_text()
+    (run,) = records.read_all(directory / "whole_text")
+    (repeats, *_) = _by_arm(directory / "long_h200")["exact"]
+    assert run.text_tokens == 237_828_591
+    rows = re.findall(r"^\| [\d.]+ million tokens[^|]*\|(.*)\|$", page, re.MULTILINE)
+    for of, cells in zip((run, repeats), rows, strict=True):
+        steps = (2000, 2500, 3000, 4000, 5000, 5500, 6000, 7000, max(of.signals))
+        scores = [f"{of.largest('score_maximum', step, 1):.0f}" for step in steps]
+        assert cells.split("|") == [f" {score} " for score in scores]
+    large = [sum(s > 512 for of in at for s in of["score_maximum"]) for at in run.signals.values()]
+    assert max(large) == 1
+    assert f"layer 1 peaks at {_most([run], [1]):.0f}, at step 5,250" in page
+    error = _two_digits(causes_figure.largest_error(run))
+    assert f"gradient is {error} of it, at step 4,500" in page
+    assert f"loss is {run.val_losses[max(run.val_losses)]:.3f} at the end" in page
 
 
 def _joined(numbers: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """Batches and a split optimizer state on several devices: what lies where."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,16 @@ def test_arrays_that_do_not_divide_are_split_as_far_as_they_do(shape, parts):
     placed = jax.device_put(x, devices._split(x))
     assert placed.addressable_shards[0].data.size * parts == x.size
     np.testing.assert_array_equal(placed, x)
+
+
+@pytest.mark.parametrize(("function", "deterministic"), [(None, True), ("jax.nn:cudnn", False)])
+def test_another_librarys_attention_is_not_compiled_to_be_deterministic(function, deterministic):
+    """Two of cuDNN's backward calls fail in one program that must be."""
+    devices = run_devices(tiny_settings(attention__function=function))
+    gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    options = devices._replace(mesh=gpu).compiler_options
+    assert options.pop("xla_gpu_deterministic_ops", False) is deterministic
+    assert options["xla_allow_excess_precision"] is False
 
 
 def test_a_batch_is_split_within_each_micro_batch():
