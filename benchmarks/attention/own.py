@@ -15,7 +15,6 @@ from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
     EXACT,
     FLASH,
-    FLASH_ATTENTION_3_FP8,
     PLAIN_POINTS,
     POINTS,
     PRESETS,
@@ -55,8 +54,6 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
             numerics = PRESETS[preset].replace(statistics="lse")
             for served_by in (_HOPPER, implementation(platform)):
                 yield _candidate(served_by, f"{preset} lse", numerics, StandardMax())
-        # With the rounding of q, k and V to FP8. Of the two passes there is the forward pass alone.
-        yield _candidate(_HOPPER, "flash_attention_3_fp8", FLASH_ATTENTION_3_FP8, StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
         yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)
         yield _candidate(_HOPPER, "published", PUBLISHED, StandardMax())

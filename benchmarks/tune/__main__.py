@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> None:
         raise RunError("tiles are timed on a GPU, and JAX finds none here")
     calls = list(_calls(args))
     for call in calls:  # all calls are checked before the first is timed
-        call.check(args.kernels)
+        call.check()
     records: list[Record] = [environment(_PROGRAM)]
     for call, kernels in differing(calls, args.kernels):
         for part in sweep(call, kernels, args.stages, args.rounds, args.vary):

@@ -28,10 +28,8 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     Tile,
     block_sizes,
     is_wide,
-    reads_codes,
     rounds_products,
 )
-from pallas_kernels.gpu.hopper.forward import eight_bits
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -216,7 +214,7 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
 
     They are the matrices of the rows that it owns, and two matrices for every stage.
     """
-    entry, saved = 1 if reads_codes(spec.numerics) else 2, spec.numerics.saved_dtype
+    entry, saved = 2, spec.numerics.saved_dtype
     loaded = {
         "forward": entry,  # q
         "query_gradients": 2 * entry + (saved.itemsize if saved else entry),  # q, dO; O
@@ -231,7 +229,7 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         own += saved.itemsize
     stages, exchanged = 2 * tile.stages, 0
     if isinstance(tile, ForwardTile):
-        own += 2 * (tile.overlap_tiles or entry == 1)  # O; else it takes the memory of q
+        own += entry * tile.overlap_tiles  # O
     else:
         stages = tile.stages + tile.stages_of_v
         exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P, exchanged between warpgroups
@@ -261,11 +259,8 @@ def sees(kernel: str, spec: Spec) -> Hashable:
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
     """Returns the arrays that the kernels take, in the order that `_taken` reads.
 
-    Arrays that this arithmetic lacks are left out. In FP8 they are the codes of q, k and v, and
-    their scales.
+    Arrays that this arithmetic lacks are left out.
     """
-    if reads_codes(spec.numerics):
-        return tuple(eight_bits.codes(q, k, v, spec))
     problem = Problem.of(q, k, spec, sizes)
     out = forward(q, k, v, problem)
     o, low = (out.o, out.saved) if problem.saves_halves else (out.saved, None)
@@ -300,11 +295,6 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
 
     def run(*arrays: Array) -> Results:
         problem = Problem.of(arrays[0], arrays[1], spec, sizes)
-        if reads_codes(spec.numerics):
-            assert kernel == "forward"  # FP8 has no backward pass
-            q, k, v, descales = arrays
-            out = forward(q, k, v, problem, descales=descales)
-            return tuple(array for array in out if array is not None)
         x, of_keys = _taken(arrays, problem)
         if kernel == "forward":
             out = forward(x.q, x.k, x.v, problem)

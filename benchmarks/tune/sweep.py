@@ -33,7 +33,6 @@ from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import PRESETS, get_row_max
-from pallas_kernels.gpu.hopper.block_sizes import reads_codes
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "hopper": hopper}
 KERNELS = ("forward", "query_gradients", "key_gradients")
@@ -78,20 +77,18 @@ class Call:
             block_sizes=sizes,
         )
 
-    def check(self, kernels: Sequence[str] = ("forward",)) -> None:
-        """Checks that the implementation serves the call, and has these kernels for it.
+    def check(self) -> None:
+        """Checks that the implementation serves the call.
 
         Raises:
           UnsupportedError: the implementation declines it.
-          RunError: there are no tiles for it, or one of the kernels is missing.
+          RunError: there are no tiles for it.
         """
         shape = SHAPES[self.shape].qkv
         try:
             spec = self.spec
         except ValueError as error:
             raise RunError(f"{self.shape}: {error}") from error
-        if reads_codes(spec.numerics) and set(kernels) != {"forward"}:
-            raise RunError(f"{self.preset} has no backward pass; say --kernels forward")
         request = Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype(_DTYPE))
         resolve(request, self.implementation)
 

@@ -1,6 +1,6 @@
 """The interface of an implementation of attention: what it receives, and how it declines.
 
-An implementation is a module with the first four of these functions, and may have the last four:
+An implementation is a module with the first four of these functions, and may have the last three:
 
   attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`; with
                                                      `Spec.max_logit` a third array, [B, T, N]
@@ -12,8 +12,6 @@ An implementation is a module with the first four of these functions, and may ha
                                                      into one array of this shape
   faster_elsewhere(request) -> (name, what) | None   a faster implementation, and the feature of
                                                      the request with which it is faster
-  only_by_name(request) -> str | None                names a feature that it serves only if the
-                                                     caller names it
 
 An implementation without `packed_attention` receives the three planes of a packed array. The
 implementation that `faster_elsewhere` names is chosen instead if it serves the request and the

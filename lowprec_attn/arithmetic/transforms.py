@@ -50,29 +50,6 @@ def _refuse(implementation: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def forward_only(arrays: _Arrays, implementation: str, what: str) -> _Arrays:
-    """Returns the arrays unchanged, but raises an error if the result is differentiated.
-
-    Args:
-      arrays: the inputs of a call of which `implementation` has the forward pass alone.
-      implementation: its name.
-      what: the feature without a backward pass.
-
-    Raises:
-      NotImplementedError: the result is differentiated.
-    """
-    return arrays
-
-
-@forward_only.defjvp
-def _refuse_backward(implementation: str, what: str, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        f"implementation {implementation!r} does not support the backward pass of {what}; "
-        "use implementation='tiled' or 'dense'"
-    )
-
-
 def named(written: _Arrays) -> _Arrays:
     """Gives the name `CHECKPOINT_NAME` to all that a forward kernel writes: O and row statistics.
 

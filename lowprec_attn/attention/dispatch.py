@@ -33,8 +33,7 @@ from pallas_kernels.tpu import attention as tpu
 _log = logging.getLogger(__name__)
 
 # `implementation=None` selects the first entry that supports the request, unless the module of that
-# entry names a faster one for this request (`faster_elsewhere`). An entry that serves the request
-# only by name is passed over (`only_by_name`).
+# entry names a faster one for this request (`faster_elsewhere`).
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
@@ -130,26 +129,16 @@ def check_name(implementation: object) -> None:
 def declined_by(request: Request, taken: str) -> list[str]:
     """Says why each implementation listed before `taken` was passed over.
 
-    Each sentence names what the implementation does not support, what makes it slower, or what it
-    serves only if it is named.
+    Each sentence names what the implementation does not support, or what makes it slower.
     """
     said = []
     for name in itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS):
         reason = IMPLEMENTATIONS[name].unsupported(request)
-        if reason is None and (what := _only_by_name(name, request)):
-            said.append(f"{name} serves {what} only if it is named")
-        elif reason is None and (faster := _faster_elsewhere(name, request)):
+        if reason is None and (faster := _faster_elsewhere(name, request)):
             said.append(f"{name} is slower with {faster[1]}")
         else:
             said.append(f"{name} does not support {reason}")
     return said
-
-
-def _only_by_name(name: str, request: Request) -> str | None:
-    """Names the feature of a request that `name` serves only if the caller names it, or None."""
-    module = IMPLEMENTATIONS[name]
-    found: str | None = module.only_by_name(request) if hasattr(module, "only_by_name") else None
-    return found
 
 
 def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
@@ -178,9 +167,9 @@ def resolve(request: Request, implementation: str | None = None) -> str:
     reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
     able = [name for name, reason in reasons.items() if reason is None]
     if implementation is None:
-        if chosen := [name for name in able if not _only_by_name(name, request)]:
-            faster = _faster_elsewhere(chosen[0], request)
-            return faster[0] if faster and faster[0] in chosen else chosen[0]
+        if able:
+            faster = _faster_elsewhere(able[0], request)
+            return faster[0] if faster and faster[0] in able else able[0]
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     check_name(implementation)
@@ -299,9 +288,7 @@ def _attend(
     # `hopper` reads zeros where lengths hide rows and keys, and returns gradients of 0 there.
     is_clean = module is hopper and lengths_alone_hide(extras)
     if seen is not None:
-        # Finite numbers that nothing sees enter a scale that rows share.
-        keep_finite = share_scales(spec.numerics)
-        arrays = arrays if is_clean else seen.clean(arrays, keep_finite=keep_finite)
+        arrays = arrays if is_clean else seen.clean(arrays)
         if extras.sinks is not None:  # the kernel and the rows without keys add up their gradients
             extras = extras._replace(sinks=extras.sinks.astype(jnp.float32))
     o, lse, *max_logit = _results(module, spec, arrays, extras)

@@ -56,7 +56,7 @@ from lowprec_attn.numerics.row_max import (
     StandardMax,
     get_row_max,
 )
-from lowprec_attn.numerics.scaled import largest, magnitude, round_scaled, scaled_codes
+from lowprec_attn.numerics.scaled import largest, round_scaled
 from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 __all__ = [
@@ -111,9 +111,7 @@ __all__ = [
     "get_row_max",
     "get_scaling",
     "largest",
-    "magnitude",
     "round_in_kernel",
     "round_scaled",
     "round_to",
-    "scaled_codes",
 ]

@@ -148,8 +148,7 @@ Point = Literal[
 ]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
 
-# Points at which `tiled` and `dense` round, and no kernel does: `hopper` takes q and k in FP8 as
-# XLA has rounded them.
+# Points at which only `tiled` and `dense` round; no kernel does.
 PLAIN_POINTS: tuple[Point, ...] = ("query", "key", "do")
 
 # The kinds of scale that each point takes. A point can take a scale if it rounds whole arrays, or

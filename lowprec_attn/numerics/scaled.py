@@ -26,26 +26,7 @@ def largest(x: Float32[Array, "B K G T S"], scaling: Scaling) -> Array:
         element and key head, [B, K, 1, 1, 1], else one number, [1, 1, 1, 1, 1].
     """
     axes = (2, 3, 4) if scaling.kind == "head" else tuple(range(x.ndim))
-    return jnp.max(magnitude(x), axis=axes, keepdims=True)
-
-
-def scaled_codes(
-    x: Float32[Array, "..."],
-    rounding: Rounding,
-    amax: Array,
-    bits: UInt32[Array, "..."] | None = None,
-) -> tuple[Float32[Array, "..."], Array]:
-    """Returns the codes of x, and their scale: `round_scaled` with the kind `tensor` or `head`.
-
-    Args:
-      x: a float32 array of any layout.
-      rounding: a rounding with such a scaling.
-      amax: the amax of every number, in a shape that broadcasts to x.
-      bits: random bits, as in `round_to`.
-    """
-    most = jnp.float32(rounding.format.max_finite)
-    scale = _factor(most, amax)
-    return round_to(jnp.clip(x * scale, -most, most), rounding.format, rounding.mode, bits), scale
+    return jnp.max(_size(x), axis=axes, keepdims=True)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -77,14 +58,10 @@ def round_scaled(
     def codes(scaled: Array) -> Array:
         return round_to(jnp.clip(scaled, -most, most), fmt, rounding.mode, bits)
 
-    if scaling.kind in ("tensor", "head"):
-        assert amax is not None
-        value, scale = scaled_codes(x, rounding, amax, bits)
-        return value / scale
     if scaling.kind == "nvfp4":
         assert amax is not None
         of_array = _factor(jnp.float32(_E4M3.max_finite) * most, amax)
-        of_block = _of_blocks(magnitude(x), scaling.block_on_axis, axis) * (of_array / most)
+        of_block = _of_blocks(_size(x), scaling.block_on_axis, axis) * (of_array / most)
         of_block = round_to(jnp.minimum(of_block, jnp.float32(_E4M3.max_finite)), _E4M3)
         # A block whose d rounds to zero becomes zero.
         kept = jnp.where(of_block == 0, jnp.float32(1), of_block)
@@ -93,10 +70,13 @@ def round_scaled(
     if scaling.kind == "x":
         scale = jnp.float32(scaling.number)
     elif scaling.kind == "block":
-        rows = jnp.max(magnitude(x), axis=-1, keepdims=True)
+        rows = jnp.max(_size(x), axis=-1, keepdims=True)
         scale = _factor(most, _of_blocks(rows, int(scaling.number), -2))
+    elif scaling.kind == "mx":
+        scale = _power_of_two(_of_blocks(_size(x), scaling.block_on_axis, axis), fmt)
     else:
-        scale = _power_of_two(_of_blocks(magnitude(x), scaling.block_on_axis, axis), fmt)
+        assert amax is not None
+        scale = _factor(most, amax)
     return codes(x * scale) / scale
 
 
@@ -108,7 +88,7 @@ def _tangent_unchanged(
     return round_scaled(x, rounding, axis, *others), tangents[0]
 
 
-def magnitude(x: Array) -> Array:
+def _size(x: Array) -> Array:
     """Returns |x|, with 0 in place of NaN."""
     return jnp.where(x == x, jnp.abs(x), jnp.float32(0))
 

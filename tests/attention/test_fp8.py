@@ -1,5 +1,6 @@
 """Attention in 8 bits: every point with every kind of scale, against NumPy; the two presets."""
 
+import dataclasses
 from typing import Any
 
 import harness
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import scales
 from compiling import slow_among
+from gpu.targets import mesh_of
 from points import closer
 
 from lowprec_attn import attention, numerics
@@ -16,6 +18,7 @@ from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dense, tiled
+from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.diagnostics import attention_signals
 from lowprec_attn.diagnostics.comparison import compare
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, Point, StandardMax
@@ -252,6 +255,26 @@ def test_kernels_decline_by_name(kernels: Any, monkeypatch: pytest.MonkeyPatch) 
         chosen = FLASH.replace(**{point: text})
         said = kernels.unsupported(request(chosen, 128, block_sizes=KERNELS[kernels]))
         assert said is not None and said.startswith(f"{point}={text} (it")
+
+
+@pytest.mark.parametrize("kind", ["head", "tensor"])
+def test_on_a_hopper_gpu_tiled_serves_the_presets(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "is_available", lambda: True)  # with any version of JAX
+    of = {"head": numerics.FLASH_ATTENTION_3_FP8, "tensor": numerics.TRANSFORMER_ENGINE_FP8}
+    asked, in_bfloat16 = (
+        dataclasses.replace(request(chosen, 128), platform="cuda") for chosen in (of[kind], FLASH)
+    )
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        assert resolve(in_bfloat16) == "hopper"
+        assert resolve(asked) == "tiled"
+        with pytest.raises(NotImplementedError) as refused:
+            resolve(asked, "hopper")
+    assert str(refused.value) == (
+        f"implementation 'hopper' does not support query={E4M3}/{kind} (it takes float32); "
+        "use tiled or dense"
+    )
 
 
 @pytest.mark.parametrize(

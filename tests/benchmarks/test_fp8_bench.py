@@ -8,7 +8,7 @@ import sys
 import pytest
 from command import ROOT
 
-from benchmarks import check_confusion, fp8, fp8_speed
+from benchmarks import check_confusion, fp8
 
 FOLDER = ROOT / "results" / "fp8"
 
@@ -83,27 +83,3 @@ def test_at_large_scores_queries_and_keys_decide(score):
     of = {arm: line for (arm, at), line in records().items() if at == score}
     assert of["transformer_engine_fp8"]["dq"] > 1
     assert 0.3 < of["transformer_engine_fp8, query, key bfloat16"]["dq"] < 0.36
-
-
-def test_times_in_fp8_are_tabled(tmp_path, monkeypatch, capsys):
-    out, names = tmp_path / "speed.jsonl", (fp8_speed.BFLOAT16, fp8_speed.CALL, fp8_speed.KERNEL)
-    record = {
-        "shape": "gpt2",
-        "seconds": dict(zip(names, (9e-5, 1.2e-4, 6e-5), strict=True)),
-        "errors": dict(zip(names, (2e-3, 3e-2), strict=False)),
-        "samples": {},
-    }
-    out.write_text("".join(f"{json.dumps(line)}\n" for line in ({"environment": {}}, record)))
-    monkeypatch.setattr(sys, "argv", ["fp8_speed", f"--read={out}"])
-    assert fp8_speed.main() == 0
-    row = capsys.readouterr().out.splitlines()[-1]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["gpt2", "90", "120", "60", "0.75", "1.50", "2.0e-03", "3.0e-02"]
-
-
-def test_times_in_fp8_need_a_hopper_gpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fp8_speed, "device_kind", lambda: "NVIDIA A100")
-    monkeypatch.setattr(sys, "argv", ["fp8_speed", f"--out={tmp_path / 'speed.jsonl'}"])
-    assert fp8_speed.main() == 1
-    assert capsys.readouterr().err.startswith("error: NVIDIA A100 is no Hopper GPU")
-    assert not (tmp_path / "speed.jsonl").exists()

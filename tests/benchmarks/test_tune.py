@@ -25,13 +25,7 @@ from benchmarks.tune.sweep import IMPLEMENTATIONS, KERNELS, Call, differing, swe
 from lowprec_attn.errors import RunError
 from pallas_kernels.gpu.hopper import tuning
 from pallas_kernels.gpu.hopper.attention import is_available
-from pallas_kernels.gpu.hopper.block_sizes import (
-    BackwardTile,
-    BlockSizes,
-    ForwardTile,
-    Tile,
-    default_block_sizes,
-)
+from pallas_kernels.gpu.hopper.block_sizes import BackwardTile, BlockSizes, ForwardTile, Tile
 
 needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11.2")
 
@@ -169,12 +163,6 @@ def test_tiles_without_a_kernel_are_named() -> None:
         call(shape="long256", unordered=True).check()
 
 
-def test_a_preset_without_a_backward_pass_has_a_forward_kernel_alone() -> None:
-    of = call("flash_attention_3_fp8")
-    with pytest.raises(RunError, match="has no backward pass; say --kernels forward"):
-        of.check(KERNELS)
-
-
 def test_tests_for_ties_are_tried_where_ties_count() -> None:
     standard, dynamic = call(), call(row_max="dynamic_max")
     for of, tests in ((standard, {True}), (dynamic, {True, False})):
@@ -285,22 +273,6 @@ def test_kernels_of_a_cure_get_what_they_take(preset: str) -> None:
     for gradient, exact in zip(found, (expected[x] for x in ("dq", "dk", "dv")), strict=True):
         error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
         assert error < 2**-7 * np.linalg.norm(exact)
-
-
-@needs_mosaic
-def test_the_kernel_in_fp8_gets_codes() -> None:
-    """The interpreter takes P̄ from shared memory, and so keys in their own order."""
-    sizes = default_block_sizes(64, reads_codes=True)
-    sizes = dataclasses.replace(sizes, programs=2, interpret=True, from_memory=True)
-    spec = dataclasses.replace(call("flash_attention_3_fp8").spec, block_sizes=sizes)
-    arrays = harness.inputs(SQUARE)
-    q, k, v, do = (jnp.asarray(arrays[x], jnp.bfloat16) for x in ("q", "k", "v", "do"))
-    operands = hopper.inputs(q, k, v, do, spec, sizes)
-    assert [x.dtype for x in operands] == [jnp.float8_e4m3fn] * 3 + [jnp.float32]
-    o, *_ = hopper.function("forward", spec, sizes)(*operands)
-    expected = harness.oracle(SQUARE, arrays)["out"]
-    error = np.linalg.norm(np.asarray(o, np.float64) - expected)
-    assert error < 0.1 * np.linalg.norm(expected)  # roundings of an eighth, averaged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +398,6 @@ def test_what_has_no_sum_without_an_order_is_refused(
     ("kernel", "of"),
     [
         ("forward", call("auxiliary_output")),
-        ("forward", call("flash_attention_3_fp8", shape="tiny128")),
         ("query_gradients", call("float32_output", shape="tiny128")),
         ("key_gradients", call(unordered=True)),
         ("key_gradients", call(shape="tiny128", unordered=True)),

@@ -22,7 +22,6 @@ from lowprec_attn.numerics import (
     CORRECTED_AFTER_CAST,
     EXACT,
     FLASH,
-    FLASH_ATTENTION_3_FP8,
     FLOAT32_OUTPUT,
     MATCHED,
     MATCHED_FLOAT32_OUTPUT,
@@ -871,49 +870,3 @@ def test_the_same_of_an_unordered_dq(name: str) -> None:
             assert np.mean(registers[what] != x) < 0.02
         else:
             np.testing.assert_array_equal(registers[what], x, err_msg=what)
-
-
-NAMES = ("out", "lse", "max_logit")  # of `Call.forward`
-IN_FP8 = {
-    "causal": Call(),
-    "head 128": Call(head_size=128),
-    "grouped heads, an odd number of tiles": Call(rows=640, keys=640, kv_heads=2),
-    "half of the last tile, head 128": Call(rows=1088, keys=1088, head_size=128),
-    "not causal": Call(rows=192, keys=320, is_causal=False),
-    "more rows, head 128": Call(rows=512, keys=192, head_size=128),
-    "steps of 64": Call(kv_block=64),
-    "steps of 64, head 128": Call(kv_block=64, head_size=128, kv_heads=1),
-    "many tiles per program": Call(batch=16, heads=12, kv_heads=12),
-    "many tiles per program, head 128": Call(batch=16, heads=12, kv_heads=12, head_size=128),
-    "long": Call(batch=1, rows=8192, keys=8192, heads=2, kv_heads=2),
-}
-
-
-@BOTH_TABLES
-@pytest.mark.parametrize("name", IN_FP8)
-def test_fp8_is_as_accurate_as_plain(name: str, long: bool) -> None:
-    """The machine sums products of FP8 with fewer bits than float32, which moves some P̄."""
-    call = dataclasses.replace(IN_FP8[name], numerics=FLASH_ATTENTION_3_FP8, few_ties=True)
-    sizes = default_block_sizes(call.head_size, kv_block=call.kv_block, long=long, reads_codes=True)
-    found = dict(zip(NAMES, call.forward(hopper, sizes, max_logit=True), strict=True))
-    plain = dict(zip(NAMES, call.forward(tiled, max_logit=True), strict=True))
-    chosen = dataclasses.replace(call, numerics=EXACT)
-    exact = dict(zip(NAMES, chosen.forward(tiled, max_logit=True), strict=True))
-    for what, x in exact.items():
-        error, of_plain = (np.sqrt(np.mean((y[what] - x) ** 2)) for y in (found, plain))
-        assert error <= 1.05 * of_plain + 1e-3 * np.sqrt(np.mean(x**2)), what
-        apart = np.sqrt(np.mean((found[what] - plain[what]) ** 2) / np.mean(plain[what] ** 2))
-        assert apart <= 0.01, what
-    assert np.array_equal(found["out"], call.forward(hopper, sizes, max_logit=True)[0])
-
-
-@pytest.mark.parametrize("name", ["causal", "not causal", "steps of 64, head 128"])
-def test_fp8_codes_in_registers_and_in_memory_agree(name: str) -> None:
-    """Only the order in which l is summed differs, because keys are permuted for registers."""
-    call = dataclasses.replace(IN_FP8[name], numerics=FLASH_ATTENTION_3_FP8, few_ties=True)
-    sizes = default_block_sizes(call.head_size, kv_block=call.kv_block, reads_codes=True)
-    in_memory = dataclasses.replace(sizes, from_memory=True)
-    found, expected = (call.forward(hopper, x, max_logit=True) for x in (sizes, in_memory))
-    assert np.mean(found[0] == expected[0]) > 0.99
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6, atol=2e-6)
-    np.testing.assert_array_equal(found[2], expected[2])

@@ -6,7 +6,6 @@ This needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm, but no device. `
 import dataclasses
 import functools
 import itertools
-import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
     FLASH,
-    FLASH_ATTENTION_3_FP8,
     FLOAT32_OUTPUT,
     MATCHED,
     MATCHED_FLOAT32_OUTPUT,
@@ -500,63 +498,6 @@ def test_what_matched_adds_to_a_score(head_size: int) -> None:
     assert scores == 4
     # α needs no exponential, for two rows in the first softmax and two in the loop.
     assert more("forward", r"ex2\.approx") == -4
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("shape", ["gpt2", "long64", "long128"])
-def test_fp8_multiplies_codes_and_moves_none_between_threads(shape: str, is_causal: bool) -> None:
-    of = SHAPES[shape]
-
-    def forward(chosen: Numerics) -> tuple[str, Code]:
-        scale = of.head_size**-0.5
-        spec = Spec(numerics=chosen, row_max=StandardMax(), scale=scale, is_causal=is_causal)
-        x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
-        found = compiled(lambda *qkv: hopper.attention(*qkv, Extras(), spec), x, x, x)
-        return found.ptx["forward"], found
-
-    (text, found), (bfloat16, _) = map(forward, (FLASH_ATTENTION_3_FP8, FLASH))
-    assert found.spilled["forward"] == 0
-    assert not re.search(SERIALIZED, found.reports["forward"])
-    # Two softmaxes, of the first step and of the loop: S twice, and P̄V in the loop and at the end,
-    # in steps of 128 keys. An instruction takes 32 bytes of the rows of both operands.
-    products = re.findall(r"wgmma\.mma_async\S*\.(m64n\d+k\d+\.f32\.\S+)", text)
-    of_scores = ["m64n128k32.f32.e4m3.e4m3"] * (of.head_size // 32)
-    of_values = [f"m64n{of.head_size}k32.f32.e4m3.e4m3"] * 4
-    assert sorted(products) == sorted(2 * (of_scores + of_values))
-    # Each number of P̄ is rounded once, two at a time; a thread holds 64 numbers of a step.
-    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) == 2 * 64 / 2
-    for name in ("shfl", r"ex2\.approx", r"\bprmt", r"\bst\.shared"):
-        assert len(re.findall(name, text)) <= len(re.findall(name, bfloat16)), name
-
-
-@pytest.mark.parametrize("keys", [192, 320, 1088])
-def test_fp8_compiles_for_keys_that_fill_no_line_of_128(keys: int) -> None:
-    """Mosaic divides only V's last axis, the keys, in lines, because V is transposed."""
-    spec = Spec(numerics=FLASH_ATTENTION_3_FP8, row_max=StandardMax(), scale=0.125, is_causal=False)
-    q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (256, keys))
-    found = compiled(lambda *qkv: hopper.attention(*qkv, Extras(), spec), q, k, k)
-    assert found.spilled["forward"] == 0
-
-
-def test_numbers_are_rounded_to_fp8_without_a_copy_in_float32() -> None:
-    """XLA reads q, k and v twice, and writes codes alone, and once more those of v, transposed."""
-    from pallas_kernels.gpu.hopper.forward import eight_bits
-
-    of = SHAPES["gpt2"]
-    spec = Spec(numerics=FLASH_ATTENTION_3_FP8, row_max=StandardMax(), scale=0.125, is_causal=True)
-    x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
-    program = lowered(lambda *qkv: eight_bits.codes(*qkv, spec), x, x, x, target=H200).compile()
-    text = program.as_text()
-    written = re.findall(r"= (\w+)\[([\d,]+)\]\S* fusion\(", text[text.index("ENTRY") :])
-    whole = math.prod(of.qkv)
-    large = [dtype for dtype, of_dims in written if product_of(of_dims) >= whole]
-    assert large == ["f8e4m3fn"] * 4
-    others = [product_of(of_dims) for dtype, of_dims in written if dtype not in large]
-    assert max(others) <= whole // of.head_size  # the largest number of each row
-
-
-def product_of(dims: str) -> int:
-    return math.prod(map(int, dims.split(",")))
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -45,15 +45,14 @@ Where to find what:
   producer             the producer warpgroup of every attention kernel
   forward/kernel       shared memory and roles; forward/mainloop: the steps; forward/softmax: the
                        mask, the row maximum, P̄; forward/epilogue: O is divided, rounded, stored;
-                       forward/long_steps: the mainloop of `published`; forward/eight_bits: q, k and
-                       V rounded to FP8 for the kernel
+                       forward/long_steps: the mainloop of `published`
   backward/            query_gradients, key_gradients: shared memory, roles, epilogues;
                        query_mainloop, key_mainloop: the steps; query_operands, key_operands: δ, P
                        and dP; cooperative_*: two consumers share 64 rows; dq_accumulator: dQ summed
                        without a fixed order
   machine/             pipeline, ping_pong, exchange (from consumer to consumer), wgmma, layouts,
                        warpgroups (registers), instructions and instruction_order (inline PTX),
-                       maxima (the test for ties), eight_bits (P̄ in FP8 as an operand)
+                       maxima (the test for ties)
   gelu_products, cross_entropy   kernels of the trainer, chosen by `pallas_kernels.gpu.trainer`
 
 All modules but attention, block_sizes and tuning import Mosaic GPU.

@@ -8,8 +8,7 @@ It takes bfloat16 arrays and serves:
 - the standard and the dynamic maximum;
 - local windows, segments, lengths, soft caps and sinks;
 - values of another head size than queries and keys, as in `OTHER_VALUES`;
-- the further products that `published` rounds, at head size 64 (`long_steps`);
-- the forward pass of `flash_attention_3_fp8`, if the caller names `hopper` (`eight_bits`).
+- the further products that `published` rounds, at head size 64 (`long_steps`).
 
 `unsupported` names what it declines; the general GPU kernels serve that.
 
@@ -50,7 +49,6 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     BlockSizes,
     block_sizes,
     is_wide,
-    reads_codes,
     rounds_products,
 )
 
@@ -62,20 +60,6 @@ _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # The points that `published` rounds besides.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
-# The points in FP8, and those that are looked at: FP8 has no backward pass here, which begins with
-# `do`. `tile_grads` chooses the forward kernel too.
-_OF_HEADS = tuple(get_rounding(f"float8_e4m3fn/{kind}") for kind in ("head", "tensor"))
-_CODES = dict.fromkeys(("query", "key", "value"), _OF_HEADS)
-_CODES["probs"] = (get_rounding("float8_e4m3fn/x256"),)
-_CODES_OF = (64, 128)
-_WITH_CODES = (*POINTS[: POINTS.index("do")], "tile_grads")
-_CHOICES_WITH_CODES = {
-    "saved_output": "same",
-    "statistics": "lse",
-    "row_sum": "unrounded",
-    "divisor": "rounded",
-    "mean_key": "kept",
-}
 # tanh has a relative error of 2^-21, so a score near the cap has an error of 2^-21 times the cap.
 _LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
@@ -113,19 +97,11 @@ def unsupported(request: Request) -> str | None:
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(request)):
         return f"{reason} at head size {head_size}"
-    if reads_codes(spec.numerics):
-        return _unsupported_in_8_bits(request)
     if reason := _unsupported_numerics(spec.numerics):
         return reason
     if reason := _unsupported_cap_or_sinks(request):
         return reason
     return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
-
-
-def only_by_name(request: Request) -> str | None:
-    """Names the point in FP8 of a call, for which there is no backward pass, otherwise None."""
-    n = request.spec.numerics
-    return f"query={n.query}" if reads_codes(n) else None
 
 
 def faster_elsewhere(request: Request) -> tuple[str, str] | None:
@@ -285,35 +261,6 @@ def _unsupported_in_long_steps(request: Request) -> str | None:
     return None
 
 
-def _unsupported_in_8_bits(request: Request) -> str | None:
-    """Names what the forward pass in FP8 does not serve, or returns None."""
-    spec, n, head_size = request.spec, request.spec.numerics, request.q_shape[-1]
-    which = f"with query={n.query}"
-    if given := _masks_and_scores(request):
-        return f"{', '.join(given)} {which}"
-    if request.has_backward_sums:
-        return f"backward_sums {which}"
-    if head_size not in _CODES_OF or _has_other_values(request):
-        sizes = _values(request) if _has_other_values(request) else f"head size {head_size}"
-        return f"{sizes} {which} (it takes {_listed(_CODES_OF)})"
-    if not isinstance(spec.row_max, StandardMax):
-        return f"row_max={type(spec.row_max).__name__} {which} (it takes StandardMax)"
-    if _is_unordered(spec):
-        return f"unordered=True {which}"
-    for point in _WITH_CODES:
-        wanted = _CODES.get(point, (_BFLOAT16 if point == "output" else _FLOAT32,))
-        if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) not in wanted:
-            return f"{point}={found} {which} (it takes {_listed(wanted)})"
-    for name, taken in _CHOICES_WITH_CODES.items():
-        if (choice := getattr(n, name)) != taken:
-            return f"{name}={choice} {which} (it takes {taken})"
-    if n.exponent not in (None, "scale_first"):
-        return f"exponent={n.exponent} {which} (it takes scale_first)"
-    if n.kv_block not in (None, *KEYS_PER_STEP):
-        return f"kv_block={n.kv_block} {which} (it takes {_listed(KEYS_PER_STEP)} or None)"
-    return None
-
-
 def _is_unordered(spec: Spec) -> bool:
     return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.unordered
 
@@ -407,10 +354,6 @@ def packed_attention(
 
 def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, ...]:
     # Importing Mosaic GPU takes a quarter of a second, so only callers of these kernels pay for it.
-    if reads_codes(spec.numerics):
-        from pallas_kernels.gpu.hopper.forward import eight_bits
-
-        return eight_bits.attend(arrays, spec)
     from pallas_kernels.gpu.hopper.vjp import attend
 
     hides = ("query_lengths", "key_lengths", "query_segments", "key_segments")

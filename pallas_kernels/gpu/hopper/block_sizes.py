@@ -34,11 +34,6 @@ def rounds_products(numerics: Numerics) -> bool:
     return not numerics.tile_grads.is_identity
 
 
-def reads_codes(numerics: Numerics) -> bool:
-    """Whether q, k, V and P̄ are rounded to FP8 codes with scales."""
-    return numerics.query.scaling is not None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardTile:
     """The tile of the forward kernel, and how far the kernel loads ahead.
@@ -92,9 +87,9 @@ class ForwardTile:
 
         Raises:
           ValueError: a size is out of range; `overlap_tiles` with one stage of q, with a step that
-            is not a multiple of the tile's rows, with rounded products, with O′ or in FP8;
-            `halved` with steps of 64, or without long steps; long steps with a step that is not a
-            multiple of the tile's rows; a step other than `kv_block`, without long steps.
+            is not a multiple of the tile's rows, with rounded products or with O′; `halved` with
+            steps of 64, or without long steps; long steps with a step that is not a multiple of the
+            tile's rows; a step other than `kv_block`, without long steps.
         """
         _check_sizes(self)
         alike = self.step % self.owned == 0
@@ -120,8 +115,6 @@ class ForwardTile:
         if self.overlap_tiles and (in_long_steps or keeps_auxiliary(n)):
             what = "tile_grads" if in_long_steps else "saved_output"
             raise ValueError(f"overlap_tiles=True does not support {what}={getattr(n, what)}")
-        if self.overlap_tiles and reads_codes(n):
-            raise ValueError(f"overlap_tiles=True does not support query={n.query}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,7 +355,6 @@ def default_block_sizes(
     has_segments: bool = False,
     has_sinks: bool = False,
     soft_cap: bool = False,
-    reads_codes: bool = False,
 ) -> BlockSizes:
     """Returns tiles from the table `tuning.toml`, which was tuned on one NVIDIA H200.
 
@@ -385,7 +377,6 @@ def default_block_sizes(
       has_segments: whether ids of segments or of lengths hide keys.
       has_sinks: whether rows begin with a sink's m and l.
       soft_cap: whether scores are capped; the derivative of the cap takes registers.
-      reads_codes: whether q, k, v and P̄ are FP8 codes, in the forward pass alone.
 
     Raises:
       ValueError: Ō′ or an unordered dQ above head size 128; steps of 128 keys with values of 256;
@@ -425,7 +416,6 @@ def default_block_sizes(
         "has_segments": has_segments,
         "has_sinks": has_sinks,
         "soft_cap": soft_cap,
-        "reads_codes": reads_codes,
     }
     return BlockSizes(
         forward=ForwardTile(**tuned("forward", call)),
@@ -468,7 +458,6 @@ def block_sizes(
             has_segments=has_segments,
             has_sinks=has_sinks,
             soft_cap=spec.soft_cap is not None,
-            reads_codes=reads_codes(spec.numerics),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -24,7 +24,6 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     keeps_auxiliary,
     rounds_products,
 )
-from pallas_kernels.gpu.hopper.machine.eight_bits import key_of_column
 from pallas_kernels.gpu.hopper.machine.instructions import tanh
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.machine.types import Ref
@@ -69,22 +68,6 @@ class KeySteps(NamedTuple):
         return beyond if self.clear is None else beyond | (t < self.clear)
 
 
-class Descales(NamedTuple):
-    """What undoes the scales of codes: one number per batch element and key head.
-
-    The fields are arrays [B, K] outside of the kernel, and scalars of a tile inside.
-
-    Attributes:
-      unit: the scale of q·k, divided by the scales of q and of k.
-      log2_unit: `unit` · log₂(e).
-      v: 1 / the scale of V.
-    """
-
-    unit: Array
-    log2_unit: Array
-    v: Array
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """Sizes and arithmetic of a call.
@@ -97,7 +80,6 @@ class Problem:
       packed: whether q, k and v, and so their gradients, are planes of one array [B, T, 3, N, H].
       sizes: the tiles.
       has_segments: whether ids hide keys, see `segments`.
-      descales: of a tile, within the forward kernel, if q, k and v are codes.
     """
 
     spec: Spec
@@ -112,7 +94,6 @@ class Problem:
     packed: bool
     sizes: BlockSizes
     has_segments: bool = False
-    descales: Descales | None = None
 
     @classmethod
     def of(
@@ -162,37 +143,6 @@ class Problem:
     def log2_unit(self) -> float:
         """`unit` · log₂(e): exp(S) is 2 to the power of this times the score in `unit`."""
         return self.unit * LOG2E
-
-    def in_scores(self, x: Array) -> Array:
-        """Returns x, a product q·k or a maximum of them, as a score."""
-        return x * (np.float32(self.unit) if self.descales is None else self.descales.unit)
-
-    def in_log2(self, x: Array) -> Array:
-        """Returns x, a product q·k or a difference of them, in base 2."""
-        return x * (
-            np.float32(self.log2_unit) if self.descales is None else self.descales.log2_unit
-        )
-
-    @property
-    def reads_codes(self) -> bool:
-        """Whether q, k, v and P̄ are FP8 codes; see `forward.eight_bits`."""
-        return self.dtype.itemsize == 1
-
-    @property
-    def dtype_of_o(self) -> np.dtype:
-        """The dtype of O."""
-        return np.dtype(jnp.bfloat16) if self.reads_codes else self.dtype
-
-    @property
-    def log2_scale_of_probs(self) -> float:
-        """The log₂ of the factor of P̄, and with it of l and Ō, if P̄ is made of codes."""
-        scaling = self.spec.numerics.probs.scaling
-        return 0.0 if scaling is None else math.log2(scaling.number)
-
-    @property
-    def permutes_keys(self) -> bool:
-        """Whether a step's scores stand in the order of `machine.eight_bits.key_of_column`."""
-        return self.reads_codes and not self.sizes.from_memory
 
     @property
     def computes_places(self) -> bool:
@@ -340,12 +290,6 @@ class Problem:
         if len(ref.shape) == 5:
             return ref.at[batch, rows, plane, head]
         return ref.at[batch, rows, head]
-
-    def part_of_values(self, ref: Ref, batch: Array, start: Array, size: int, head: Array) -> Ref:
-        """`size` keys of one head of V; codes of V lie as [B, K, V, S], keys next to each other."""
-        if self.reads_codes:
-            return ref.at[batch, head, :, pl.ds(start, size)]
-        return self.part(ref, batch, start, size, head, plane=2)
 
     def store_rows(self, row: Array, copies: Sequence[tuple[Ref, Ref]]) -> None:
         """Starts copies of vectors to global memory, for the query rows from `row` on.
@@ -554,8 +498,6 @@ class Problem:
         """
         # By global indices rather than the diagonal of a tile, since tiles need not be square.
         rows, keys = rows_and_columns(s.shape, row, key)
-        if self.permutes_keys:
-            keys = key_of_column(keys)
         return self._masked(s, rows, keys, masked, alike)
 
     def mask_queries(self, s: Array, key: Array, row: Array, alike: Array | None = None) -> Array:

@@ -58,11 +58,8 @@ class _Element(NamedTuple):
 
     def part(self, name: str, ref: Ref, start: Array, size: int, head: Array) -> Source:
         """`size` rows from `start` on of one head of the array of that name."""
-        place = self.batch, start, size, head
-        if name == "v":
-            own = self.problem.part_of_values(ref, *place)
-        else:
-            own = self.problem.part(ref, *place, plane=int(name == "k"))
+        plane = {"k": 1, "v": 2}.get(name, 0)
+        own = self.problem.part(ref, self.batch, start, size, head, plane=plane)
         return own if self.ends is None else self.ends.part(name, own, start, size, head)
 
 

@@ -52,8 +52,6 @@ def epilogue(
 
     def divided(acc: Array) -> Array:
         """Returns acc / l."""
-        if problem.descales is not None:
-            return acc * along_rows(problem.descales.v / l, acc.shape)
         if inverse_l is None:
             return acc / along_rows(l, acc.shape)
         return acc * along_rows(inverse_l, acc.shape)
@@ -67,7 +65,7 @@ def epilogue(
         memory = shared.q.get(rows.tiles, me)
     place = (batch, rows.row, ROWS, head)
     if shared.o is not None or problem.has_equal_sizes:
-        memory[...] = o.astype(problem.dtype_of_o)
+        memory[...] = o.astype(problem.dtype)
         copies = [(memory, problem.part(out.o, *place))]
     else:
         copies = _within_q(memory, o.astype(problem.dtype), out, rows, batch, head)
@@ -105,7 +103,7 @@ def epilogue(
     if out.max_logit is not None:
         largest = softmax.m if softmax.max_logit is None else softmax.max_logit
         none = largest <= np.float32(MASKED)
-        largest = jnp.where(none, -infinity, problem.in_scores(largest))
+        largest = jnp.where(none, -infinity, largest * np.float32(problem.unit))
         part = out.max_logit.at[batch, head, pl.ds(rows.row, ROWS)]
         problem.store_from_registers(rows.row, largest, part, end=problem.vector_rows)
     plgpu.commit_smem()  # makes the threads' stores visible to the copy engine
@@ -152,9 +150,6 @@ def _statistics(
 
     is_large: which rows have large scores, if log₂ l is saved.
     """
-    if problem.reads_codes:
-        log2_l = lax.log2(l) - np.float32(problem.log2_scale_of_probs)  # type: ignore[attr-defined]  # not in JAX 0.10
-        return [(out.lse, problem.in_scores(m) + log2_l * np.float32(LN2), 1.0)]
     if problem.whole_max:
         lse = m + powers.log2_of(l)
         return [(out.lse, lse, LN2), (out.offset, powers.offset(m), -1.0)]

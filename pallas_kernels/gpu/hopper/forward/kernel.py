@@ -9,7 +9,6 @@ first zeroing its accumulator, the wait for P̄V may come among the exponentials
 (`ForwardTile.early_wait`), and the longest tiles may come first (`longest_first`).
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -50,7 +49,7 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
-from pallas_kernels.gpu.hopper.problem import Descales, KeySteps, Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 from pallas_kernels.gpu.hopper.segments import Segments, ids_of_block
 
 # The carry from tile to tile: how many tiles and steps are done, and what the last tile still owes.
@@ -65,7 +64,6 @@ def forward(
     segments: Segments | None = None,
     start: Array | None = None,
     ends: Ends | None = None,
-    descales: Array | None = None,
 ) -> Outputs:
     """Runs the kernel. q, k and v may all be the packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
@@ -73,11 +71,10 @@ def forward(
     vectors = (problem.batch, problem.heads, problem.vector_rows)
     statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
     out = {
-        "o": jax.ShapeDtypeStruct(shape, problem.dtype_of_o),
+        "o": jax.ShapeDtypeStruct(shape, problem.dtype),
         "lse": statistics,
+        "offset": statistics,
     }
-    if not problem.reads_codes:
-        out["offset"] = statistics
     if n.saved_dtype is not None:
         out["saved"] = jax.ShapeDtypeStruct(shape, n.saved_dtype)
     if problem.saves_inverse_l:
@@ -88,7 +85,7 @@ def forward(
         out["max_logit"] = statistics
     if segments is not None:
         segments = segments.by_query(tile, problem.query_tiles(tile))
-    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start, ends, descales))
+    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start, ends))
     shared: Scratch = _shared_memory(problem, tile)
     kernel = plgpu.kernel(
         partial(_kernel, structure=structure, names=tuple(out), problem=problem, tile=tile),
@@ -114,8 +111,6 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         tiles_of((tile.stages, tile.step, columns), problem.dtype)
         for columns in (problem.head_size, problem.value_size)
     )
-    if problem.reads_codes:
-        v = tiles_of((tile.stages, problem.value_size, tile.step), problem.dtype)
     of_k = [k]
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
@@ -133,7 +128,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         statistics=None if problem.has_segments else vectors_of((2, consumers, ROWS)),
         probs=probs,
         saved=saved,
-        o=of_consumers(problem.dtype_of_o) if tile.overlap_tiles or problem.reads_codes else None,
+        o=of_consumers(problem.dtype) if tile.overlap_tiles else None,
     )
 
 
@@ -195,10 +190,6 @@ def _consume(
                 # l is kept in LANES parts. That is a power of two, so the division is exact.
                 parts = along_rows(l * np.float32(1 / LANES), (ROWS, LANES))
                 rows = rows._replace(start=(m, parts))
-            if x.descales is not None:
-                kv_head = lax.div(work.head, jnp.int32(problem.group))
-                descales = Descales(*(x.descales[i, work.batch, kv_head] for i in range(3)))
-                rows = rows._replace(problem=dataclasses.replace(problem, descales=descales))
             if overlaps:
                 assert due is not None
                 softmax, acc = overlapped_mainloop(due, out, rows)
@@ -227,5 +218,5 @@ def _consume(
         rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, none)
         end_last_tile(due, out, rows)
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
-    if shared.o is None:
+    if not tile.overlap_tiles:
         shared.q.consumer_release(tiles - 1)  # the producer waits for it in its tail

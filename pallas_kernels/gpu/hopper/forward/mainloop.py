@@ -35,13 +35,12 @@ from pallas_kernels.gpu.hopper.forward.softmax import (
     terms,
     waits_early,
 )
-from pallas_kernels.gpu.hopper.machine.eight_bits import as_codes
 from pallas_kernels.gpu.hopper.machine.instruction_order import (
     finish_before_waiting,
     unknown_zero,
 )
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, along_rows, constant
-from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
+from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -58,7 +57,7 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
     auxiliary = acc if problem.keeps_auxiliary else None
     # The interpreter supports neither asynchronous products nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
-    if (in_order or tile.owned_stages == 1) and rows.shared.o is None:
+    if (in_order or tile.owned_stages == 1) and not tile.overlap_tiles:
         free_last_output(rows)  # with one stage, the next q needs this very memory
     rows.shared.q.consumer_wait(rows.tiles)
     if problem.rounds_products:
@@ -66,7 +65,7 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         return _after_last(running), acc, None
     run = _run_in_order if in_order else _run_overlapped
     found = run(acc, auxiliary, rows)
-    if rows.shared.o is not None:  # O has memory of its own, so q is free before the epilogue
+    if tile.overlap_tiles:  # O has memory of its own, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
     return found
 
@@ -156,7 +155,7 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
         # Threads have read the ids. Before the next filling the interpreter wants a commit, which
         # `as_operand` makes.
         shared.k.consumer_release(n)
-    acc = add_product(acc, operand, _values(n, rows), interpret=interpret)
+    acc = add_product(acc, operand, shared.v.get(n), interpret=interpret)
     shared.v.consumer_release(n)
     return acc, auxiliary, softmax.running
 
@@ -165,8 +164,7 @@ def _run_overlapped(
     acc: Array, auxiliary: Array | None, rows: QueryRows
 ) -> tuple[Softmax, Array, Array | None]:
     softmax = _prologue(rows)
-    if rows.tile.owned_stages > 1 and rows.shared.o is None:
-        # Not sooner: the first softmax hides the wait.
+    if rows.tile.owned_stages > 1:  # not sooner: the first softmax hides the wait
         free_last_output(rows)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps, rows)
     acc, auxiliary, softmax = _run_steps(acc, auxiliary, softmax, rows)
@@ -210,7 +208,7 @@ def _advance(
         _wait_for_v(before, rows)
         # The product reads P̄ from registers ("RS"), as in FlashAttention-3, so P̄ does not go
         # through shared memory.
-        plgpu.wgmma(acc_ref, softmax.probs, _values(before, rows))
+        plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
         rows.ping_pong.arrive()
         s = _finish_scores(s, t, rows, later=1)
         if waits_early(problem, tile):
@@ -237,15 +235,9 @@ def _advance(
 def _add_last(acc: Array, softmax: Softmax, steps: Array, rows: QueryRows) -> Array:
     """Adds P̄V of a tile's last step to Ō; steps: how many the program has done, this one too."""
     _wait_for_v(steps - 1, rows)
-    acc = add_product(acc, softmax.probs, _values(steps - 1, rows), interpret=False)
+    acc = add_product(acc, softmax.probs, rows.shared.v.get(steps - 1), interpret=False)
     rows.shared.v.consumer_release(steps - 1)
     return acc
-
-
-def _values(n: Array, rows: QueryRows) -> Ref:
-    """v of the program's n-th step, [keys, V]; codes lie transposed in memory."""
-    v = rows.shared.v.get(n)
-    return v.T if rows.problem.reads_codes else v
 
 
 def _wait_for_v(n: Array, rows: QueryRows) -> None:
@@ -280,8 +272,6 @@ def _add_auxiliary(
 
 def _rounded(softmax: Softmax, problem: Problem) -> Softmax:
     """Returns the softmax with P̄ rounded."""
-    if problem.permutes_keys:
-        return softmax._replace(probs=as_codes(softmax.probs))
     return softmax._replace(probs=softmax.probs.astype(problem.dtype))
 
 

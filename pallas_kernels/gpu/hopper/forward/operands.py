@@ -21,7 +21,6 @@ class Inputs(NamedTuple):
       segments: the ids, if ids hide keys.
       start: m and l of rows before their first key, [2, N, 64], if there are sinks.
       ends: the ends of what is seen, if lengths alone hide keys.
-      descales: `Descales`, [3, B, K], if q, k and v are codes.
     """
 
     q: Ref
@@ -30,7 +29,6 @@ class Inputs(NamedTuple):
     segments: Segments | None = None
     start: Ref = None
     ends: Ends | None = None
-    descales: Ref = None
 
 
 class Outputs(NamedTuple):
@@ -40,8 +38,7 @@ class Outputs(NamedTuple):
       o: O.
       lse: m + log l.
       offset: what the exponent of P adds: −lse·log2(e). If 1 / l is saved, it is −M or −m·log2(e),
-        in the units of P̄. If log₂ l is saved, it is −m·log2(e) in rows of large scores. Codes have
-        no backward pass, and no offset.
+        in the units of P̄. If log₂ l is saved, it is −m·log2(e) in rows of large scores.
       saved: the O that δ sees, if it is not O itself, or the lower half of O.
       inverse_l: 1 / l, if it is saved.
       more: what the exponent of P adds besides, if log₂ l is saved: −log₂ l in rows of large
@@ -51,7 +48,7 @@ class Outputs(NamedTuple):
 
     o: Ref
     lse: Ref
-    offset: Ref = None
+    offset: Ref
     saved: Ref = None
     inverse_l: Ref = None
     more: Ref = None
@@ -69,8 +66,7 @@ class ForwardMemory(NamedTuple):
       probs: P̄ of every consumer, if products take it from shared memory (`from_memory`).
       saved: the O that δ sees, or its lower half, on its way out. None if there is none, or if it
         leaves from registers.
-      o: O on its way out, if tiles overlap, or if q consists of codes, which are half as large.
-        Otherwise O takes the place of its q.
+      o: O on its way out, if tiles overlap. Otherwise O takes the place of its q.
     """
 
     q: Pipeline

@@ -142,7 +142,7 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
     If instructions write the operand of the next product during a product, the assembler serializes
     the products (its remark C7513), unless a branch comes before, such as the branch for masks.
     """
-    return problem.keeps_auxiliary or problem.reads_codes or waits_early(problem, tile)
+    return problem.keeps_auxiliary or waits_early(problem, tile)
 
 
 def _maxima(
@@ -178,7 +178,7 @@ def _maxima(
         max_logit = jnp.maximum(max_logit, r_m)
     if problem.whole_max:
         return *powers.whole_max(new, m, problem), max_logit
-    return new, jnp.exp2(problem.in_log2(m - new)), max_logit
+    return new, jnp.exp2((m - new) * np.float32(problem.log2_unit)), max_logit
 
 
 def _tests_ties(problem: Problem, tile: ForwardTile) -> bool:
@@ -196,10 +196,7 @@ def offset(m: Array, problem: Problem) -> Array:
         # In rows that have seen no key P̄ is then 0, rather than 1, or NaN where the unit makes m
         # infinite.
         m = subtracted_max(m)
-    if problem.reads_codes:
-        # The factor of P̄ costs nothing here (FlashAttention-3's `max_offset`).
-        return problem.in_log2(m) - np.float32(problem.log2_scale_of_probs)
-    return problem.in_log2(m)
+    return m * np.float32(problem.log2_unit)
 
 
 def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
@@ -212,7 +209,7 @@ def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
         return jnp.exp2(multiply_add(s, problem.log2_unit, -offset, interpret=interpret))
     # One multiply-add per entry, as in FlashAttention-2 and -3. Its error is the error of
     # m·log2(e), which is the same for a whole row and cancels in Ō / l unless m moves.
-    return jnp.exp2(problem.in_log2(s) - offset)
+    return jnp.exp2(s * np.float32(problem.log2_unit) - offset)
 
 
 def terms(probs: Array, problem: Problem) -> list[Array]:

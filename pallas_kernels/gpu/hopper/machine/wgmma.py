@@ -20,10 +20,10 @@ from pallas_kernels.gpu.hopper.machine.types import (
     Scratch,
 )
 
-_SLICE = 32  # bytes of the rows of both operands that an instruction multiplies
+_SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 columns
 
 
-_TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}  # the names of operands in PTX
+_SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
 
 
 def accumulator(rows: int, columns: int) -> Scratch:
@@ -54,9 +54,7 @@ def add_product(total: Array, left: Array | Ref, right: Ref, *, interpret: bool)
 
 
 def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
-    """Starts left rightᵀ [64, columns], of [64, H] and [columns, H] in shared memory.
-
-    Both are bfloat16, or both are e4m3.
+    """Starts left rightᵀ [64, columns], of bfloat16 [64, H] and [columns, H] in shared memory.
 
     The result may be read after a wait for the product. The product does not add to an accumulator:
     the machine has a flag for that. `plgpu.wgmma` would first write zeros, and add to them.
@@ -69,39 +67,35 @@ def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
             return out[...]
 
         return pl.run_scoped(product, accumulator(rows, columns))
-    tiling = transforms(depth, left.dtype)
-    matrix, operand = plgpu.RefType(tiling), _TYPES[jnp.dtype(left.dtype).name]
-    # The bytes, and the columns, of the rows of an operand that lie together.
-    swizzle, together = tiling[1].swizzle, tiling[0].tiling[-1]
-    size = jnp.dtype(left.dtype).itemsize
+    matrix = plgpu.RefType(transforms(depth, left.dtype))
 
     @plgpu.inline_mgpu(
         arg_types=(matrix, matrix),
         return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
     )
     def emit(_: Context, left: MlirValue, right: MlirValue) -> Registers:
-        # Both operands lie in column blocks of `together` features, as TMA writes swizzled tiles.
-        # These are the descriptors of the first slice. For each slice an offset is added to them.
+        # Both operands lie in column blocks of 64 features, as TMA writes swizzled tiles. These are
+        # the descriptors of the first 16 features. For each slice an offset is added to them.
+        together = _SWIZZLE // 2
         (a, _), (_, stride), _ = mma_utils.create_descriptor(
-            left, swizzle, (rows, together), logical_k_major=False
+            left, _SWIZZLE, (rows, together), logical_k_major=False
         )
         (b, _), (_, stride_b), _ = mma_utils.create_descriptor(
             memref_transpose(right, (1, 0, 3, 2)),  # keys are rows; the descriptor alone makes kᵀ
-            swizzle,
+            _SWIZZLE,
             (together, columns),
             logical_k_major=True,
         )
-        # Slices lie 32 bytes apart within such a block, and a tile apart beyond.
-        places = [divmod(column, together) for column in range(0, depth, _SLICE // size)]
-        offsets = [[n * s + size * i for s in (stride, stride_b)] for n, i in places]
-        found = _multiply_afresh(a, b, offsets, columns, operand)
-        return _of_registers(found, (rows, columns))
+        # Slices of 16 features lie 32 bytes apart within 64 features, and a tile apart beyond.
+        places = [divmod(column, together) for column in range(0, depth, _SLICE)]
+        offsets = [[n * s + 2 * i for s in (stride, stride_b)] for n, i in places]
+        return _of_registers(_multiply_afresh(a, b, offsets, columns), (rows, columns))
 
     return emit(left, right)
 
 
 def _multiply_afresh(
-    a: MlirValue, b: MlirValue, offsets: Sequence[Sequence[int]], columns: int, operand: str
+    a: MlirValue, b: MlirValue, offsets: Sequence[Sequence[int]], columns: int
 ) -> list[MlirValue]:
     """Starts the sum of the products of all slices, and returns its registers.
 
@@ -109,10 +103,7 @@ def _multiply_afresh(
       a, b: descriptors of the first slices.
       offsets: bytes from there to each slice of a and of b.
       columns: how many the result has.
-      operand: the type of both operands in PTX.
     """
-    # Only operands of 16 bits may be transposed, which two more constants would say.
-    depth, more = (16, ", 0, 0") if operand == "bf16" else (32, "")
     count = columns // 2
     total = ", ".join(f"${i}" for i in range(count))
     lines = []
@@ -123,8 +114,8 @@ def _multiply_afresh(
         # zeros, says that the first slice adds to nothing.
         adds = "adds" if place else "begins"
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{operand}.{operand} "
-            f"{{{total}}}, a, b, {adds}, 1, 1{more};"
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{_SLICE}.f32.bf16.bf16 "
+            f"{{{total}}}, a, b, {adds}, 1, 1, 0, 0;"
         )
     text = f"""{{ .reg .pred begins, adds; .reg .b64 a, b;
         setp.ne.b32 begins, 0, 0; setp.ne.b32 adds, 1, 0;
