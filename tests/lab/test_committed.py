@@ -423,7 +423,7 @@ def test_the_page_of_the_recipes_has_what_the_records_have():
     b2 = runs["flash_b2_999"][0]
     at = [run.largest("score_maximum", 2500, 1) for run in runs["flash_b2_999"]]
     end = b2.largest("score_maximum", 6000, 1)
-    said = f"scores are {min(at):.0f} to {max(at):.0f} by 2,500, {end:,.0f} by 6,000"
+    said = f"scores are {min(at):.0f} to {max(at):.0f} at 2,500, {end:,.0f} at 6,000"
     assert said in (ROOT / "docs" / "failure.md").read_text()
     ahead = [
         _loss_above(b2, longer["exact"][0].losses, *span) for span in ((1500, 2000), (5000, 5500))
@@ -509,6 +509,22 @@ def test_the_page_of_other_functions_has_what_the_records_have():
         ]
         expected = [", ".join(of_seeds) for of_seeds in zip(*found, strict=True)]
         assert [cell.strip() for cell in cells.split("|")] == expected, name
+    own = [
+        _two_digits(
+            max(
+                error
+                for step in range(1000, 2001, 250)
+                for error, true in zip(
+                    run.signals[step][layer]["query_weight_gradient_error_measured"],
+                    run.signals[step][layer]["query_weight_gradient_exact"],
+                    strict=True,
+                )
+                if true > causes_figure.LEAST_GRADIENT
+            )
+        )
+        for run in runs["cudnn"]
+    ]
+    assert f"with cuDNN's own dQ it is {_joined(own)} as well" in page
     other = _most(runs["cudnn"], [i for i in range(12) if i != layer])
     assert f"No other layer has a score above {other:.0f}." in page
     scores = ", ".join(f"{r.largest('score_maximum', 2500, layer):,.0f}" for r in runs["cudnn"])
