@@ -144,10 +144,7 @@ def _scores(
     q: Array, k: Array, extras: Extras, spec: Spec
 ) -> tuple[Place, Array, Array | None, Array | None]:
     """Returns the place of the scores, masked S, which pairs are seen, and the soft cap's slope."""
-    place = Place(
-        span(0, q.shape[-2])[:, None],
-        span(0, k.shape[-2])[None],
-    )
+    place = Place(span(0, q.shape[-2])[:, None], span(0, k.shape[-2])[None])
     s, slope = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
