@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
-    collect.set_defaults(act=_read_and_collect)
     report = _add(actions, "report", "write tables and a figure of these records")
     report.add_argument(
         "results",
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="ARM",
             help=f"the arm that {fate} break; needed if the records name none",
         )
-    report.set_defaults(act=_read_and_report)
 
 
 def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -98,7 +96,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="options of each job: time (minutes), partition, gpus_per_node, cpus_per_task, mem, …",
     )
-    parser.set_defaults(act=_run, config_flags=[])
+    parser.set_defaults(config_flags=[])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -107,7 +105,12 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       RunError: a definition, directory or arm fails; see the modules of `lab`.
     """
-    args.act(args)
+    if args.action == "run":
+        _run(args)
+        return
+    reads, act = (args.workdir, _collect) if args.action == "collect" else (args.results, _report)
+    with reading_records(reads):
+        act(args)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -162,11 +165,6 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     return cpu_slots(args.jobs)
 
 
-def _read_and_collect(args: argparse.Namespace) -> None:
-    with reading_records(args.workdir):
-        _collect(args)
-
-
 def _collect(args: argparse.Namespace) -> None:
     from lowprec_attn.lab import collection
     from lowprec_attn.lab.comparison import unwanted_differences
@@ -180,11 +178,6 @@ def _collect(args: argparse.Namespace) -> None:
     for arm_run in runs:
         print(f"{arm_run.name}: {arm_run.outcome().text}")
     print(path)
-
-
-def _read_and_report(args: argparse.Namespace) -> None:
-    with reading_records(args.results):
-        _report(args)
 
 
 def _report(args: argparse.Namespace) -> None:
