@@ -248,16 +248,11 @@ def _scalars(extras: Extras, spec: Spec) -> Scalars:
 
 def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Array]:
     """q (times the scale where that is exact), k and v, padded to whole tiles."""
-    q = (
-        inputs.q * jnp.asarray(problem.spec.scale, inputs.q.dtype)
-        if problem.scales_queries
-        else inputs.q
-    )
-    return (
-        _padded_rows(q, problem),
-        _pad(inputs.k, problem.padded_keys),
-        _pad(inputs.v, problem.padded_keys),
-    )
+    q, k, v, _ = inputs
+    if problem.scales_queries:
+        q = q * jnp.asarray(problem.spec.scale, q.dtype)
+    k, v = (_pad(x, problem.padded_keys) for x in (k, v))
+    return _padded_rows(q, problem), k, v
 
 
 def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:

@@ -84,9 +84,8 @@ def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGra
         out_spec = out_spec._replace(found=_row_statistics(problem))
         out = out._replace(found=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
     scratch = tuple(shape for shape in _QuerySums.shapes(problem) if shape is not None)
-    return QueryGradients(
-        *_over_queries(_query_gradients, x, scalars, problem, (out, out_spec, scratch))
-    )
+    outputs = out, out_spec, scratch
+    return QueryGradients(*_over_queries(_query_gradients, x, scalars, problem, outputs))
 
 
 def _row_statistics(problem: Problem) -> pl.BlockSpec:
@@ -171,10 +170,8 @@ class _BackwardRows(NamedTuple):
 
         def add_tile(*, masked: bool) -> None:
             place = Place(self.rows, indices(self.j * problem.tile.kv, problem.tile.kv, 1))
-            rows, keys = (
-                Side(self.ref.q[...], self.ref.do[...]),
-                Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j)),
-            )
+            rows = Side(self.ref.q[...], self.ref.do[...])
+            keys = Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j))
             given = (x for x in self.exponents if x is not None)
             exponents = Exponents(*(lanes(x[...], problem.tile.kv) for x in given))
             probs, dp = probs_and_dp(self.program, rows, keys, exponents, place, masked=masked)
@@ -218,12 +215,8 @@ def _query_gradients(
         unscaled = probs * (dp - lanes(sums.delta[...], problem.tile.kv))
         ds = rounded_ds(queries.program, unscaled, place)
         k, ds_format = ref.k[...], n.ds.result_format
-        rows = queries.rows
-        total.add(
-            queries.j,
-            lambda x: round_point.dot(ds[:, x], k[x], ds_format, format_of(k), ROWS),
-            rows,
-        )
+        rows, dot = queries.rows, round_point.dot
+        total.add(queries.j, lambda x: dot(ds[:, x], k[x], ds_format, format_of(k), ROWS), rows)
         if sums.pk is not None:
             # `epilogue` corrects the row sums of dS with P K, rowsum(dS) and rowsum(P).
             rounded = round_point(probs, "probs_bwd", place)
