@@ -224,12 +224,7 @@ def row_sums(
         jnp.sum(ds, axis=-1, keepdims=True),
         jnp.sum(p, axis=-1, keepdims=True),
         seen_dot(
-            "bkgts,bksh->bkgth",
-            p_rounded,
-            k,
-            n.probs_bwd.result_format,
-            format_of(k),
-            tile.seen,
+            "bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, format_of(k), tile.seen
         ),
     )
 
@@ -370,13 +365,7 @@ def query_gradient(
 
 
 def key_gradients(
-    tile: BackwardTile,
-    delta: Delta,
-    q: Array,
-    do: Array,
-    spec: Spec,
-    extras: Extras,
-    place: Place,
+    tile: BackwardTile, delta: Delta, q: Array, do: Array, spec: Spec, extras: Extras, place: Place
 ) -> tuple[Array, Array]:
     """The contributions of the tile to dK and dV, float32 [B, K, S, H], summed over query heads.
 

@@ -348,11 +348,7 @@ class _BackwardRows(NamedTuple):
 
 
 def _backward(
-    spec: Spec,
-    res: layout.Residuals,
-    cotangents: tuple[Array, ...],
-    *,
-    every_block: bool = False,
+    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, ...], *, every_block: bool = False
 ) -> tuple[Array, Array, Array, Extras]:
     dtype, n = res.inputs.q.dtype, spec.numerics
     do, dlse, *_ = cotangents

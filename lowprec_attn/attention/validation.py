@@ -51,10 +51,7 @@ def batched(
 
 
 def check_inputs(
-    q: Array,
-    k: Array,
-    v: Array,
-    names: tuple[str, str, str] = ("q", "k", "v"),
+    q: Array, k: Array, v: Array, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     """Raises ValueError unless q, k and v are [B, T, N, H], [B, S, K, H] and [B, S, K, V].
 

@@ -236,8 +236,7 @@ class _Chunk:
     def place(self) -> Place:
         first_row = self.i * self.grid.block_q
         return Place(
-            span(first_row, self.grid.block_q)[:, None],
-            span(0, self.tiles.k.shape[-2])[None],
+            span(first_row, self.grid.block_q)[:, None], span(0, self.tiles.k.shape[-2])[None]
         )
 
     def scores(self, tiles: layout.Grouped, spec: Spec) -> softmax.Scores:

@@ -14,12 +14,7 @@ from lowprec_attn.arithmetic.max_logit import maximum
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
-from lowprec_attn.diagnostics.comparison import (
-    GradientRows,
-    Returned,
-    ScoreRows,
-    compare,
-)
+from lowprec_attn.diagnostics.comparison import GradientRows, Returned, ScoreRows, compare
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 
 

@@ -225,12 +225,7 @@ def multiplied_ds(run: Run, spec: Spec, extras: Extras, place: Place) -> Array:
 
 
 def sources(
-    exact: Exact,
-    run: Run,
-    follows: Followed,
-    multiplied: Array,
-    k: Array,
-    numerics: Numerics,
+    exact: Exact, run: Run, follows: Followed, multiplied: Array, k: Array, numerics: Numerics
 ) -> Sources:
     """Returns the exact dQ / scale and the parts of the run's error.
 

@@ -107,13 +107,7 @@ class _Linear(nnx.Linear):
 
 
 def linear(
-    features_in: int,
-    features_out: int,
-    *,
-    std: float,
-    dtype: Any,
-    use_bias: bool,
-    rngs: nnx.Rngs,
+    features_in: int, features_out: int, *, std: float, dtype: Any, use_bias: bool, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """Returns x W + b with float32 parameters and operands in `dtype`; W starts as N(0, `std`²)."""
     dtype = jnp.dtype(dtype)

@@ -11,9 +11,7 @@ from lowprec_attn.torch.capture import first_pass
 
 # Arrays are measured on the CPU, because PyTorch uses the GPU and its memory.
 _TORCH = Framework(
-    first_pass,
-    "lowprec_attn.torch.attention in place of scaled_dot_product_attention",
-    on_cpu=True,
+    first_pass, "lowprec_attn.torch.attention in place of scaled_dot_product_attention", on_cpu=True
 )
 
 

@@ -23,15 +23,7 @@ from lowprec_attn.arithmetic.powers import HIGH, offset_of
 from lowprec_attn.arithmetic.products import cap_slope, format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add, whole_exp2
-from pallas_kernels.gpu.problem import (
-    LANES,
-    LOG2E,
-    Problem,
-    TileIndex,
-    by_lane,
-    call,
-    whole,
-)
+from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, TileIndex, by_lane, call, whole
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars

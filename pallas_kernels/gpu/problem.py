@@ -399,14 +399,7 @@ class Problem(common.Problem):
         return self._load(ref, 0, 1, 1)
 
     def load_values(
-        self,
-        ref: Any,
-        j: Array,
-        scalars: Scalars,
-        batch: Array,
-        head: Array,
-        *,
-        valid: Array | int,
+        self, ref: Any, j: Array, scalars: Scalars, batch: Array, head: Array, *, valid: Array | int
     ) -> Array:
         """Tile j of the V that a query head reads, rounded at `value`; zeros outside."""
         kv = self.tile.kv

@@ -31,14 +31,7 @@ from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import Operands, lse_unit
-from pallas_kernels.tpu.block_sizes import (
-    LANES,
-    BlockSizes,
-    Steps,
-    Tile,
-    block_sizes_of,
-    too_large,
-)
+from pallas_kernels.tpu.block_sizes import LANES, BlockSizes, Steps, Tile, block_sizes_of, too_large
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.key_gradients import key_gradients
 from pallas_kernels.tpu.mainloop import Inputs

@@ -131,10 +131,7 @@ def block_sizes_of(
         by_query = dataclasses.replace(by_query, kv=_in_line(by_query.kv, step.keys, keys))
         by_key = dataclasses.replace(by_key, query=_in_line(by_key.query, step.rows, rows))
     return BlockSizes(
-        forward=forward,
-        key_gradients=by_key,
-        query_gradients=by_query,
-        interpret=sizes.interpret,
+        forward=forward, key_gradients=by_key, query_gradients=by_query, interpret=sizes.interpret
     )
 
 

@@ -40,15 +40,7 @@ from pallas_kernels.tpu.mainloop import (
     take_part,
     take_steps,
 )
-from pallas_kernels.tpu.problem import (
-    Grid,
-    Problem,
-    call,
-    indices,
-    lanes,
-    pair_specs,
-    to_row,
-)
+from pallas_kernels.tpu.problem import Grid, Problem, call, indices, lanes, pair_specs, to_row
 from pallas_kernels.tpu.products import Rounder
 
 

@@ -23,15 +23,7 @@ from pallas_kernels.tpu.backward import (
     sums_parts,
     visit_tile,
 )
-from pallas_kernels.tpu.problem import (
-    Grid,
-    Problem,
-    call,
-    indices,
-    lanes,
-    pair_specs,
-    to_columns,
-)
+from pallas_kernels.tpu.problem import Grid, Problem, call, indices, lanes, pair_specs, to_columns
 from pallas_kernels.tpu.products import ROWS
 
 

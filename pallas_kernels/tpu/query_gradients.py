@@ -182,12 +182,7 @@ class _BackwardRows(NamedTuple):
 
 
 def _query_gradients(
-    scalars: Scalars,
-    ref: Operands,
-    dq_ref: Any,
-    found_ref: Any,
-    *scratch: Any,
-    problem: Problem,
+    scalars: Scalars, ref: Operands, dq_ref: Any, found_ref: Any, *scratch: Any, problem: Problem
 ) -> None:
     n = problem.spec.numerics
     after_cast = n.delta == "after_cast"
