@@ -148,8 +148,7 @@ def declined_by(request: Request, taken: str) -> list[str]:
 def _only_by_name(name: str, request: Request) -> str | None:
     """Names the feature of a request that `name` serves only if the caller names it, or None."""
     module = IMPLEMENTATIONS[name]
-    found: str | None = module.only_by_name(request) if hasattr(module, "only_by_name") else None
-    return found
+    return module.only_by_name(request) if hasattr(module, "only_by_name") else None
 
 
 def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
@@ -160,8 +159,7 @@ def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
     module = IMPLEMENTATIONS[name]
     if not hasattr(module, "faster_elsewhere"):
         return None
-    found: tuple[str, str] | None = module.faster_elsewhere(request)
-    return found
+    return module.faster_elsewhere(request)
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:

@@ -57,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=summary)
-    return parser
+    return actions.add_parser(name, help=summary, description=summary)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
