@@ -40,7 +40,16 @@ from pallas_kernels.tpu.mainloop import (
     take_part,
     take_steps,
 )
-from pallas_kernels.tpu.problem import Grid, Problem, call, indices, lanes, pair_specs, to_row
+from pallas_kernels.tpu.problem import (
+    Grid,
+    Problem,
+    call,
+    indices,
+    lanes,
+    pair_specs,
+    row_specs,
+    to_row,
+)
 from pallas_kernels.tpu.products import Rounder
 
 
@@ -55,9 +64,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
     block = (None, None, size.kv, problem.head_size)
-    rows = pl.BlockSpec(
-        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
-    )
+    rows, statistics = row_specs(problem)
     keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile(j), x))
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile_of_v(j), x))
 
@@ -65,7 +72,6 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         return b, h, i, problem.key_range(i, b, scalars).clamp(order.tile(j))
 
     pairs = pair_specs(x.pairs, problem, tile)
-    statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
     n = problem.spec.numerics
     shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
     o = jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype))

@@ -33,6 +33,7 @@ from pallas_kernels.tpu.problem import (
     indices,
     lanes,
     pair_specs,
+    row_specs,
     to_columns,
     to_row,
 )
@@ -77,20 +78,15 @@ class _QuerySums(NamedTuple):
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGradients:
     """dQ, and what its kernel finds about δ on the way."""
-    block = (None, None, problem.tile.query, problem.head_size)
-    out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
+    rows, statistics = row_specs(problem)
+    out_spec = QueryGradients(rows)
     out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
     if x.dlse is not None:
-        out_spec = out_spec._replace(found=_row_statistics(problem))
+        out_spec = out_spec._replace(found=statistics)
         out = out._replace(found=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
     scratch = tuple(shape for shape in _QuerySums.shapes(problem) if shape is not None)
     outputs = out, out_spec, scratch
     return QueryGradients(*_over_queries(_query_gradients, x, scalars, problem, outputs))
-
-
-def _row_statistics(problem: Problem) -> pl.BlockSpec:
-    """Statistics [B, N, 1, T] of the rows of a query tile."""
-    return pl.BlockSpec((None, None, 1, problem.tile.query), lambda b, h, i, j, _: (b, h, 0, i))
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
@@ -98,7 +94,7 @@ def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     statistic = (problem.tile.query, LANES)
     out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
     scratch = (statistic,) * (2 if x.inverse_l is None else 3)
-    return _over_queries(_delta, x, scalars, problem, (out, _row_statistics(problem), scratch))
+    return _over_queries(_delta, x, scalars, problem, (out, row_specs(problem)[1], scratch))
 
 
 def _over_queries(
@@ -110,14 +106,11 @@ def _over_queries(
     def key_tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Any, ...]:
         return b, lax.div(h, problem.group), problem.key_range(i, b, scalars).clamp(j), 0
 
-    rows = pl.BlockSpec(
-        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
-    )
+    rows, statistics = row_specs(problem)
     keys = pl.BlockSpec((None, None, size.kv, problem.head_size), key_tile)
     shape, out_spec, scratch = out
     lse, delta, dlse, inverse_l = (
-        None if row is None else _row_statistics(problem)
-        for row in (x.lse, x.delta, x.dlse, x.inverse_l)
+        None if row is None else statistics for row in (x.lse, x.delta, x.dlse, x.inverse_l)
     )
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
