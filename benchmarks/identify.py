@@ -182,7 +182,7 @@ def jax_pallas() -> list[Kernel]:
 def _run(attend: Callable[..., Any]) -> Callable[[Problem], Found]:
     @functools.cache
     def compiled(scale: float) -> Any:
-        both = functools.partial(jax_gradients, functools.partial(attend, scale=scale))
+        both = functools.partial(jax_gradients, lambda **x: (attend(**x, scale=scale), None))
         # By default XLA leaves out roundings within chains of bfloat16 operations.
         return jax.jit(both, compiler_options={"xla_allow_excess_precision": False})
 

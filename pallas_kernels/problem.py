@@ -37,6 +37,30 @@ class Range(NamedTuple):
         return jnp.clip(index, self.begin, jnp.maximum(self.end - 1, self.begin))
 
 
+class Outputs(NamedTuple):
+    """What a forward kernel writes; None stands for an output that the call does not need.
+
+    Attributes:
+      o: O, [B, T, N, V] on GPUs and [B, N, T, H] on TPUs.
+      lse: lse, [B, N, T] on GPUs and [B, N, 1, T] on TPUs.
+      saved: the O for δ where it differs from O, or the lower half of O; shaped as O.
+      apart: m and 1 / l where P is formed from them instead of lse; each shaped as lse.
+      max_logit: the largest score of each row; shaped as lse.
+    """
+
+    o: Any
+    lse: Any
+    saved: Any = None
+    apart: tuple[Any, Any] | None = None
+    max_logit: Any = None
+
+    @classmethod
+    def of(cls, o: Any, row: Any, saved: Any, spec: Spec) -> "Outputs":
+        """The shapes or blocks of a call's outputs; `row` is that of a number for each row."""
+        apart = (row, row) if spec.numerics.statistics == "m_and_l" else None
+        return cls(o, row, saved, apart, row if spec.max_logit else None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
     """Sizes and tile of a call. Each device's subclass adds what its kernels are compiled with.

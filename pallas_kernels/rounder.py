@@ -7,7 +7,9 @@ use `round_in_kernel` everywhere.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection
+from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -145,9 +147,5 @@ class Rounder:
         """
         a_terms, b_terms = self.split(a, a_format), self.split(b, b_format)
         pairs = [(i, j) for i in range(len(a_terms)) for j in range(len(b_terms)) if i + j <= 2]
-        total = None
-        for i, j in sorted(pairs, key=sum, reverse=True):
-            product = multiply(a_terms[i], b_terms[j])
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        in_order = sorted(pairs, key=sum, reverse=True)
+        return reduce(operator.add, (multiply(a_terms[i], b_terms[j]) for i, j in in_order))

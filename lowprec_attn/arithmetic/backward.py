@@ -224,12 +224,7 @@ def row_sums(
         jnp.sum(ds, axis=-1, keepdims=True),
         jnp.sum(p, axis=-1, keepdims=True),
         seen_dot(
-            "bkgts,bksh->bkgth",
-            p_rounded,
-            k,
-            n.probs_bwd.result_format,
-            format_of(k),
-            tile.seen,
+            "bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, format_of(k), tile.seen
         ),
     )
 
@@ -270,8 +265,11 @@ def without_mean(k: Array) -> QueryKeys:
 
 def corrected(
     dq: Array, sums: RowSums, delta: Array, dlse: Array, spec: Spec, extras: Extras
-) -> tuple[Array, Delta]:
-    """Returns the corrected dQ, before rounding at `grads`, and the `Delta` to use in dK.
+) -> tuple[Array, Delta, Array]:
+    """Returns the corrected dQ, the `Delta` to use in dK, and the factor that dQ lacked.
+
+    dQ is not rounded at `grads` yet. The factor [..., T, 1] is that of the round(P) which dQ
+    subtracts from the dS · scale of δ₀.
 
     Args:
       dq: the dQ that δ₀ gives, without dlse.
@@ -283,25 +281,14 @@ def corrected(
     scale = scale_of(spec, extras)
     # The dlse of a row that sees nothing may hold any value.
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
-    lacks = _lacking(sums, dlse, scale, spec.numerics)
     if spec.numerics.delta == "after_cast":
-        unrounded = delta + row_shift(sums.shift, scale) - dlse
-        return dq - lacks * sums.pk, Delta(delta, unrounded, lacks)
-    dq = dq - lacks * sums.pk
-    delta = delta + sums.shift - dlse
-    return dq, Delta(delta, delta)
-
-
-def _lacking(sums: RowSums, dlse: Array, scale: Array, numerics: Numerics) -> Array:
-    if numerics.delta == "after_cast":
-        return sums.shift - scale * dlse
-    return scale * (sums.shift - dlse)
-
-
-def lacking(sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
-    """The factor [..., T, 1] of the round(P) that dQ subtracts from the dS · scale of δ₀."""
-    dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
-    return _lacking(sums, dlse, scale_of(spec, extras), spec.numerics)
+        lacks = sums.shift - scale * dlse
+        in_dk = Delta(delta, delta + row_shift(sums.shift, scale) - dlse, lacks)
+    else:
+        lacks = scale * (sums.shift - dlse)
+        delta = delta + sums.shift - dlse
+        in_dk = Delta(delta, delta)
+    return dq - lacks * sums.pk, in_dk, lacks
 
 
 class QuerySums(NamedTuple):
@@ -378,13 +365,7 @@ def query_gradient(
 
 
 def key_gradients(
-    tile: BackwardTile,
-    delta: Delta,
-    q: Array,
-    do: Array,
-    spec: Spec,
-    extras: Extras,
-    place: Place,
+    tile: BackwardTile, delta: Delta, q: Array, do: Array, spec: Spec, extras: Extras, place: Place
 ) -> tuple[Array, Array]:
     """The contributions of the tile to dK and dV, float32 [B, K, S, H], summed over query heads.
 

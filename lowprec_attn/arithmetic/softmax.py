@@ -42,6 +42,7 @@ from lowprec_attn.arithmetic.recurrence import (
 )
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Numerics, RowMax, get_format, round_to
+from lowprec_attn.numerics.row_max import is_repeated
 
 # The score of a hidden pair. It is −inf here, because with a bias any finite float32, even one
 # below MASKED, may be a real score. Kernels take no bias; they use the finite MASKED, which avoids
@@ -174,7 +175,7 @@ def _running_max(n: Numerics, rule: RowMax, s: Array, m: Array, unit: float) -> 
     if unit == 1:
         return rule(s, m)
     r_m = jnp.max(s, axis=-1, keepdims=True)
-    return rule.running_max(r_m, s - r_m, m, unit=unit)
+    return rule.running_max(r_m, s - r_m, m, unit=unit, is_repeated=is_repeated)
 
 
 class Output(NamedTuple):

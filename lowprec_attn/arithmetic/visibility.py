@@ -68,12 +68,7 @@ def visited(
 
 
 def _of_every_head(
-    extras: Extras,
-    place: Place,
-    *,
-    causal: bool,
-    window: Window | None,
-    last: Array | None = None,
+    extras: Extras, place: Place, *, causal: bool, window: Window | None, last: Array | None = None
 ) -> Array | None:
     rows, cols = (x[None, None, None] for x in (place.rows, place.cols))
     keys, queries, offset = (

@@ -14,12 +14,7 @@ and the implementations in plain JAX: `tiled`, `dense`, and the textbook formula
 
 from lowprec_attn.arithmetic.request import BackwardSums
 from lowprec_attn.arithmetic.transforms import CHECKPOINT_NAME
-from lowprec_attn.attention.dispatch import (
-    IMPLEMENTATIONS,
-    UnsupportedError,
-    exponent_of,
-    resolve,
-)
+from lowprec_attn.attention.dispatch import IMPLEMENTATIONS, UnsupportedError, exponent_of, resolve
 from lowprec_attn.attention.entry import dot_product_attention
 from lowprec_attn.attention.flax_modules import attention_fn
 from lowprec_attn.attention.sharding import sharded, within_shard

@@ -100,21 +100,17 @@ def _backward(
         delta = backward.delta_from_saved_output(of.do_of_delta, o, place.rows, spec, extras, dtype)
     of_q = backward.query_keys(of.k, spec)
     k_of_q = of.k_of_dq if of_q is None else of_q.k
-    lacks, delta_of_q, asks_sums = None, delta, extras.backward_sums is not None
+    # Since d lse / dS = P, the gradient of lse enters dS = P ∘ (dP − δ + dlse) next to δ. A δ that
+    # is corrected gets it by the correction.
     shifted = delta if n.delta in backward.SUMS_ROWS else delta - dlse
     tile = tile._replace(ds_amax=backward.largest_ds(tile, shifted, spec, extras))
+    dq = backward.query_gradient(tile, shifted, k_of_q, spec, extras, place)
+    corrected, lacks = backward.Delta(shifted, shifted), None
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
         if sink is not None:
             sums = sums.with_sink(sink, delta, spec, extras)
-        dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
-        dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
-        lacks = backward.lacking(sums, dlse, spec, extras) if asks_sums else None
-    else:
-        # Since d lse / dS = P, the gradient of lse enters dS = P ∘ (dP − δ + dlse) next to δ.
-        delta_of_q = shifted
-        corrected = backward.Delta(shifted, shifted)
-        dq = backward.query_gradient(tile, shifted, k_of_q, spec, extras, place)
+        dq, corrected, lacks = backward.corrected(dq, sums, delta, dlse, spec, extras)
     if of_q is not None:
         dq = of_q.give_back(dq, dlse, spec, extras)
     dk, dv = backward.key_gradients(tile, corrected, of.q_of_dk, of.do_of_dv, spec, extras, place)
@@ -131,8 +127,8 @@ def _backward(
         of_rows = sink.gradient(corrected.unrounded, given_dlse)
         dsinks = layout.sum_to_shape(of_rows, extras.sinks.shape).astype(extras.sinks.dtype)
     row_sums = None
-    if asks_sums:
-        of_keys = backward.query_sums(tile, delta_of_q, spec, extras, place)
+    if extras.backward_sums is not None:
+        of_keys = backward.query_sums(tile, shifted, spec, extras, place)
         row_sums = of_keys.of_query_gradient(lacks)
     return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks, backward_sums=row_sums))
 
@@ -144,10 +140,7 @@ def _scores(
     q: Array, k: Array, extras: Extras, spec: Spec
 ) -> tuple[Place, Array, Array | None, Array | None]:
     """Returns the place of the scores, masked S, which pairs are seen, and the soft cap's slope."""
-    place = Place(
-        span(0, q.shape[-2])[:, None],
-        span(0, k.shape[-2])[None],
-    )
+    place = Place(span(0, q.shape[-2])[:, None], span(0, k.shape[-2])[None])
     s, slope = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)

@@ -149,8 +149,7 @@ def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
     module = IMPLEMENTATIONS[name]
     if not hasattr(module, "faster_elsewhere"):
         return None
-    found: tuple[str, str] | None = module.faster_elsewhere(request)
-    return found
+    return module.faster_elsewhere(request)
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:

@@ -219,7 +219,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
     """
     operands, unbatched = validation.batched(*arrays[:3])
     q, k, v = jax.eval_shape(planes, *operands)  # validation needs only shapes and dtypes
-    validation.check_inputs(q, k, v, names=("query", "key", "value"), any_value_size=True)
+    validation.check_inputs(q, k, v, names=("query", "key", "value"))
     if options.numerics is FLASH and q.dtype == jnp.float32:
         _log_default_in_float32()
     extras, spec = _validated(arrays[3:], options, q, k, unbatched)

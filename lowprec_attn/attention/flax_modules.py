@@ -11,14 +11,7 @@ from jaxtyping import Array, ArrayLike, Key
 from lowprec_attn.attention import validation
 from lowprec_attn.attention.dispatch import check_name
 from lowprec_attn.attention.entry import dot_product_attention
-from lowprec_attn.numerics import (
-    FLASH,
-    Numerics,
-    RowMax,
-    StandardMax,
-    get_preset,
-    get_row_max,
-)
+from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax, get_preset, get_row_max
 
 
 def attention_fn(

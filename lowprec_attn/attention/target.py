@@ -14,12 +14,7 @@ from lowprec_attn.attention.dispatch import declined_by, resolve
 _log = logging.getLogger(__name__)
 
 # Device kinds for which the kernels have been compiled, by compute capability.
-_KINDS = {
-    "8.0": "NVIDIA A100",
-    "8.9": "NVIDIA L4",
-    "9.0": "NVIDIA H100",
-    "10.0": "NVIDIA B200",
-}
+_KINDS = {"8.0": "NVIDIA A100", "8.9": "NVIDIA L4", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
 _COMPILED_FOR = (*_KINDS.values(), "NVIDIA H200", "NVIDIA GH200")
 _LEAST = (8, 0)  # Ampere
 

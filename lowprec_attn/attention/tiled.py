@@ -289,11 +289,8 @@ class _BackwardRows(NamedTuple):
         dq, sums, reported = self.over_keys(add, start)
         if self.sink is not None:
             sums = sums.with_sink(self.sink, delta, self.spec, extras)
-        dq, in_dk = backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
-        if reported is None:
-            return dq, in_dk, None
-        lacks = backward.lacking(sums, self.dlse, self.spec, extras)
-        return dq, in_dk, reported.of_query_gradient(lacks)
+        dq, in_dk, lacks = backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
+        return dq, in_dk, None if reported is None else reported.of_query_gradient(lacks)
 
     def reported(
         self, tile: backward.BackwardTile, delta: Array, place: Place
@@ -351,11 +348,7 @@ class _BackwardRows(NamedTuple):
 
 
 def _backward(
-    spec: Spec,
-    res: layout.Residuals,
-    cotangents: tuple[Array, ...],
-    *,
-    every_block: bool = False,
+    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, ...], *, every_block: bool = False
 ) -> tuple[Array, Array, Array, Extras]:
     dtype, n = res.inputs.q.dtype, spec.numerics
     do, dlse, *_ = cotangents

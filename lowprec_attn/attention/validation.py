@@ -16,7 +16,6 @@ from lowprec_attn.numerics import (
     DynamicMax,
     LazyMax,
     Numerics,
-    Rounding,
     RowMax,
     StandardMax,
     get_preset,
@@ -52,21 +51,17 @@ def batched(
 
 
 def check_inputs(
-    q: Array,
-    k: Array,
-    v: Array,
-    names: tuple[str, str, str] = ("q", "k", "v"),
-    *,
-    any_value_size: bool = False,
+    q: Array, k: Array, v: Array, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
-    """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
+    """Raises ValueError unless q, k and v are [B, T, N, H], [B, S, K, H] and [B, S, K, V].
+
+    Their dtype must be one of `INPUT_DTYPES`.
 
     Warns if q looks as though its axes of length and heads are exchanged.
 
     Args:
       q, k, v: the arrays.
       names: the caller's names of the arrays, for the messages.
-      any_value_size: whether the last axis of v may differ in length from that axis of k.
     """
     of_q, of_k, of_v = names
     for name, x in zip(names, (q, k, v), strict=True):
@@ -88,10 +83,10 @@ def check_inputs(
             f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast "
             "them to one"
         )
-    if k.shape[:3] != v.shape[:3] or (k.shape != v.shape and not any_value_size):
-        same = "batch, length and heads" if any_value_size else "shape"
+    if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{of_k} and {of_v} must have the same {same}, got {k.shape} and {v.shape}"
+            f"{of_k} and {of_v} must have the same batch, length and heads, got {k.shape} and "
+            f"{v.shape}"
         )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"{of_q} and {of_k} differ in batch or head size: {q.shape} and {k.shape}")
@@ -566,40 +561,30 @@ def check_shift(numerics: Numerics, row_max: RowMax) -> None:
     m that is too low would let it overflow. `exponent='whole_max'` cannot use an m that lags behind
     the maximum at all.
     """
-    probs = numerics.probs
-    if isinstance(row_max, LazyMax):
-        _check_lag(numerics, row_max)
-    if probs.scaling is not None and probs.scaling.kind == "mx":
-        return  # the scale follows P̄, whatever m is
-    limit = math.log(_largest_code(probs)) - math.log(2) * probs.format.min_exponent
-    if isinstance(row_max, DynamicMax) and row_max.max_shift > limit:
-        raise ValueError(
-            f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
-            f"probs={numerics.probs}; use max_shift={math.floor(10 * limit) / 10} or less"
-        )
-
-
-def _largest_code(probs: Rounding) -> float:
-    """The scaled number that stands for a P̄ of 1 when it is rounded."""
-    if probs.scaling is None:
-        return 1.0
-    return probs.scaling.number or probs.format.max_finite
-
-
-def _check_lag(numerics: Numerics, row_max: LazyMax) -> None:
-    if numerics.exponent == "whole_max":
+    if isinstance(row_max, LazyMax) and numerics.exponent == "whole_max":
         raise ValueError(
             "exponent='whole_max' raises its maximum with every step, which LazyMax does not; "
             "use row_max='standard'"
         )
-    if numerics.probs.scaling is not None and numerics.probs.scaling.kind == "mx":
-        return
-    limit = math.log2(numerics.probs.format.max_finite / _largest_code(numerics.probs))
-    if row_max.threshold > limit:
-        raise ValueError(
-            f"threshold={row_max.threshold} of LazyMax lets P̄ exceed the largest number of "
-            f"probs={numerics.probs}; use threshold={math.floor(10 * limit) / 10} or less"
-        )
+    probs, scaling = numerics.probs, numerics.probs.scaling
+    if scaling is not None and scaling.kind == "mx":
+        return  # the scale follows P̄, whatever m is
+    # The scaled number that stands for a P̄ of 1 when it is rounded.
+    one = 1.0 if scaling is None else scaling.number or probs.format.max_finite
+    if isinstance(row_max, DynamicMax):
+        limit = math.log(one) - math.log(2) * probs.format.min_exponent
+        if row_max.max_shift > limit:
+            raise ValueError(
+                f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
+                f"probs={probs}; use max_shift={math.floor(10 * limit) / 10} or less"
+            )
+    if isinstance(row_max, LazyMax):
+        limit = math.log2(probs.format.max_finite / one)
+        if row_max.threshold > limit:
+            raise ValueError(
+                f"threshold={row_max.threshold} of LazyMax lets P̄ exceed the largest number of "
+                f"probs={probs}; use threshold={math.floor(10 * limit) / 10} or less"
+            )
 
 
 def given_groups(numerics: object) -> tuple[HeadGroup, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn.check.measure import RESULTS, Found, as_given, as_rows, exact
@@ -254,30 +255,22 @@ def _torch_script(trained: list[str], has_mask: bool, problem: Problem, call: st
 
 def jax_array(x: Any, dtype: Any) -> Any:
     """Converts a NumPy array to a JAX array."""
-    import jax
-    import numpy as np
-
     # `jnp.asarray` would compile a cast or a copy for every shape.
-    return jax.device_put(x if dtype is None else np.asarray(x, jax.numpy.dtype(dtype)))
+    return jax.device_put(x if dtype is None else np.asarray(x, jnp.dtype(dtype)))
 
 
 def jax_gradients(attend: Any, x: Any) -> Any:
     """Returns O, lse and the gradients of q, k, v, bias and sinks, by name.
 
-    lse is None if `attend` returns none.
+    `attend` returns O and an lse of dlse's shape, which may be None where there is no dlse.
     """
-    import jax
-    import jax.numpy as jnp
-
     given = {name: x[name] for name in ("q", "k", "v", "bias", "sinks") if name in x}
     mask = {name: x[name] for name in ("mask",) if name in x}
 
     def loss(given: Any) -> Any:
-        result = attend(**given, **mask)
-        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+        o, lse = attend(**given, **mask)
         total = (o.astype(jnp.float32) * x["do"].astype(jnp.float32)).sum()
         if "dlse" in x:
-            lse = lse if lse.shape == x["dlse"].shape else lse.swapaxes(1, 2)
             total = total + (lse.astype(jnp.float32) * x["dlse"]).sum()
         return total, (o, lse)
 
@@ -287,7 +280,6 @@ def jax_gradients(attend: Any, x: Any) -> Any:
 
 def torch_array(x: Any, dtype: Any) -> Any:
     """Converts a NumPy array to a PyTorch tensor, on the GPU if there is one."""
-    import numpy as np
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -297,17 +289,15 @@ def torch_array(x: Any, dtype: Any) -> Any:
 def torch_gradients(attend: Any, x: Any) -> Any:
     """Returns O, lse and the gradients of q, k, v, bias and sinks, by name, as float32 on the host.
 
-    lse is None if `attend` returns none, and a gradient is None if none reaches the array.
+    As `jax_gradients`; a gradient is None if none reaches the array.
     """
     import torch
 
     given = {n: x[n].requires_grad_() for n in ("q", "k", "v", "bias", "sinks") if n in x}
     mask = {name: x[name] for name in ("mask",) if name in x}
-    result = attend(**given, **mask)
-    o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+    o, lse = attend(**given, **mask)
     total = (o.float() * x["do"].float()).sum()
     if "dlse" in x:
-        lse = lse if lse.shape == x["dlse"].shape else lse.swapaxes(1, 2)
         total = total + (lse.float() * x["dlse"]).sum()
     gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True)
     found = {"o": o, "lse": lse, **{f"d{n}": dx for n, dx in zip(given, gradients, strict=True)}}

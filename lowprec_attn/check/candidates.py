@@ -8,7 +8,6 @@ one point at a time, for as long as this brings the results clearly nearer.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -173,6 +172,7 @@ class Emulation:
             is_dense = tile is None and numerics.kv_block == "all"
             sizes = BlockSizes(query=tile or 256, kv_bwd=tile or 256)
             settings: Any = {
+                "mask": self._extras.get("mask"),
                 "is_causal": problem.masking.is_causal,
                 "local_window_size": problem.masking.window,
                 "query_offset": problem.masking.query_offset,
@@ -184,15 +184,13 @@ class Emulation:
                 "return_residual": True,
             }
 
-            def attend(q: Any, k: Any, v: Any, extras: dict[str, Any], **hidden: Any) -> Any:
-                return attention.dot_product_attention(q, k, v, **extras, **hidden, **settings)
+            def attend(q: Any, k: Any, v: Any, extras: dict[str, Any]) -> Any:
+                return attention.dot_product_attention(q, k, v, **extras, **settings)
 
             with _on_the_cpu(), jax.disable_jit(), np.errstate(all="ignore"):
                 q, k, v, do = map(jnp.asarray, self._arrays)
-                extras = {name: jnp.asarray(x) for name, x in self._extras.items()}
-                hidden: Any = {n: extras.pop(n) for n in ("mask",) if n in extras}
-                of = functools.partial(attend, **hidden)
-                (o, lse), pullback = jax.vjp(of, q, k, v, extras)
+                extras = {n: jnp.asarray(x) for n, x in self._extras.items() if n != "mask"}
+                (o, lse), pullback = jax.vjp(attend, q, k, v, extras)
                 given = np.zeros(lse.shape) if problem.dlse is None else problem.dlse
                 dlse = jnp.asarray(given, lse.dtype)
                 *grads, of_extras = pullback((do.astype(o.dtype), dlse))

@@ -56,11 +56,7 @@ def own(choice: str, options: Options) -> Target:
         )
     keywords = {**_OF_JAX_NN, "soft_cap": "logits_soft_cap", "sinks": "sinks"}
     return _target(
-        lowprec_attention,
-        None,
-        keywords,
-        numerics=options.numerics,
-        implementation=choice or None,
+        lowprec_attention, None, keywords, numerics=options.numerics, implementation=choice or None
     )
 
 

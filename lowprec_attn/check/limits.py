@@ -86,12 +86,10 @@ class Limits:
         tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
         cropped = (without_padding(x, trial.exact.found) for x in tried if x is not None)
         found = [row_errors(x, trial.exact) for x in cropped]
-        of_rows = {
-            n: [float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in found]
-            for n in trial.errors
-        }
         limits = self.of_feature(trial)
-        return {n: max([limits[n], *(_TIMES * x for x in of_rows[n])]) for n in of_rows}
+        return {
+            n: max([limits[n], *(_TIMES * _largest_row(e[n]) for e in found)]) for n in trial.errors
+        }
 
     def _largest(self, found: Sequence[Found]) -> list[dict[str, float]]:
         limits = []
@@ -99,11 +97,7 @@ class Limits:
         for i, trial in enumerate(self._core):
             floor = _floor(trial.problem)
             errors = [row_errors({n: x[n][i : i + 1] for n in names}, trial.exact) for x in found]
-            largest = {
-                n: max(float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in errors)
-                for n in names
-            }
-            of_rows = {n: max(_TIMES * x, floor) for n, x in largest.items()}
+            of_rows = {n: max(floor, *(_TIMES * _largest_row(e[n]) for e in errors)) for n in names}
             least = _of_sinks(trial.problem, {n: of_rows[n] for n in of_rows if n != "dsinks"})
             limits.append(
                 of_rows | {n: max(x, of_rows[n]) for n, x in least.items() if n in of_rows}
@@ -130,6 +124,11 @@ class Limits:
         return scores[i] > 10 and all(
             (j, name) in beyond for j, score in enumerate(scores) if score >= scores[i]
         )
+
+
+def _largest_row(errors: np.ndarray) -> float:
+    """Returns the largest finite error of a row, or 0 if there is none."""
+    return float(np.max(errors, where=np.isfinite(errors), initial=0.0))
 
 
 def without_padding(found: Found, exact: Found) -> Found:

@@ -172,11 +172,7 @@ def allowed(problems: Sequence[Problem], exact: Sequence[Exact]) -> float:
     return max([RISK, *(_CASTS * x for x in casts)])
 
 
-def cures(
-    emulation: Emulation,
-    exact: Sequence[Exact],
-    numerics: Numerics,
-) -> dict[str, Effect]:
+def cures(emulation: Emulation, exact: Sequence[Exact], numerics: Numerics) -> dict[str, Effect]:
     """Returns what each cure leaves of the errors of dQ, the row sums and W_Q's gradient.
 
     Args:

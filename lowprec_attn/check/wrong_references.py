@@ -8,14 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec_attn.attention import reference
-from lowprec_attn.check.measure import (
-    WORDS,
-    Exact,
-    Found,
-    both_passes,
-    by_key_head,
-    results,
-)
+from lowprec_attn.check.measure import WORDS, Exact, Found, both_passes, by_key_head, results
 from lowprec_attn.check.measure import exact as exact_of
 from lowprec_attn.check.measure import slope as slope_of
 from lowprec_attn.check.problems import Problem, part_of, products, scores

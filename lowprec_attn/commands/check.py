@@ -28,63 +28,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gradient is right, and which arithmetic it is."
     )
     parser.epilog = "Exit code 0: right, 3: a risk, 4: a bug, 1: bad input."
-    parser.add_argument("target", metavar="TARGET", help=KNOWN)
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="bfloat16", help="dtype of q, k, v and dO"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write the report as one HTML page"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=KNOWN)
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="dtype of q, k, v and dO")
+    add("--seed", type=int, default=0, help="seed of the inputs")
+    add("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+    add("--html", type=Path, metavar="FILE", help="also write the report as one HTML page")
+    add(
         "--out",
         type=Path,
         metavar="DIR",
         default=Path(),
         help="where the smallest case of a bug and its script go (default: the current directory)",
     )
-    parser.add_argument(
+    add(
         "--numerics",
         metavar="PRESET",
         help="arithmetic of lowprec_attn's own implementations (default: flash)",
     )
-    parser.add_argument(
+    add(
         "--window",
         type=_window,
         metavar="LEFT,RIGHT",
         help="row t sees only the keys t − LEFT to t + RIGHT; one number for both",
     )
-    parser.add_argument(
-        "--soft-cap", type=float, metavar="C", help="scores are C tanh(q kᵀ · scale / C)"
-    )
-    parser.add_argument(
-        "--sinks", action="store_true", help="one more score per head, and its gradient"
-    )
-    parser.add_argument(
-        "--bias", action="store_true", help="a bias added to the scores, and its gradient"
-    )
-    parser.add_argument(
+    add("--soft-cap", type=float, metavar="C", help="scores are C tanh(q kᵀ · scale / C)")
+    add("--sinks", action="store_true", help="one more score per head, and its gradient")
+    add("--bias", action="store_true", help="a bias added to the scores, and its gradient")
+    add(
         "--lse-gradient",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether to check the gradient of a returned lse",
     )
-    parser.add_argument(
-        "--tokens", type=int, help="queries and keys of most problems (default: 160)"
-    )
-    parser.add_argument("--head-size", type=int, help="head size (default: 64)")
+    add("--tokens", type=int, help="queries and keys of most problems (default: 160)")
+    add("--head-size", type=int, help="head size (default: 64)")
     own = parser.add_argument_group(
         "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
     )
-    own.add_argument(
-        "--framework", choices=("jax", "torch"), help="library whose arrays the function takes"
-    )
-    own.add_argument("--layout", choices=("BTNH", "BNTH"), help="order of the axes (default: BTNH)")
-    own.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="whether the function is causal"
-    )
-    own.add_argument(
+    add = own.add_argument
+    add("--framework", choices=("jax", "torch"), help="library whose arrays the function takes")
+    add("--layout", choices=("BTNH", "BNTH"), help="order of the axes (default: BTNH)")
+    add("--causal", action=argparse.BooleanOptionalAction, help="whether the function is causal")
+    add(
         "--keyword",
         action="append",
         default=[],
@@ -94,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "bias, as in causal=is_causal; repeatable"
         ),
     )
-    own.add_argument("--scale", type=float, help="its factor of q kᵀ (default: 1/√H)")
-    own.add_argument(
+    add("--scale", type=float, help="its factor of q kᵀ (default: 1/√H)")
+    add(
         "--groups",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether it takes fewer key heads than query heads",
     )
-    own.add_argument(
+    add(
         "--alignment",
         choices=("start", "end"),
         help="end of the causal diagonal if lengths differ (default: found from O)",

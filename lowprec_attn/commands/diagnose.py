@@ -41,14 +41,7 @@ from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_outputs, write_json, writing
-from lowprec_attn.numerics import (
-    PRESETS,
-    ROW_MAX_RULES,
-    KvBlock,
-    Numerics,
-    get_preset,
-    get_row_max,
-)
+from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES, KvBlock, Numerics, get_preset, get_row_max
 from lowprec_attn.tables import columns, wrapped
 
 EXIT_FOUND = 3

@@ -31,37 +31,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
-    collect.set_defaults(act=_read_and_collect)
     report = _add(actions, "report", "write tables and a figure of these records")
-    report.add_argument(
+    add = report.add_argument
+    add(
         "results",
         type=Path,
         help=f"directory with {_RECORDS}, or one that holds several such directories; table.md is "
         "written beside the records",
     )
-    report.add_argument(
+    add(
         "--layer",
         type=int,
         default=1,
         help="layer of the tables and figure, from 0 (default %(default)s)",
     )
-    report.add_argument("--steps", type=int, nargs="+", help="steps of the tables (default: seven)")
-    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="use only these seeds")
-    report.add_argument(
-        "--figure", type=Path, help="file of the figure (default: figure.png in RESULTS)"
-    )
+    add("--steps", type=int, nargs="+", help="steps of the tables (default: seven)")
+    add("--seeds", nargs="+", type=int, metavar="N", help="use only these seeds")
+    add("--figure", type=Path, help="file of the figure (default: figure.png in RESULTS)")
     for control, fate in (("positive", "must"), ("negative", "must not")):
-        report.add_argument(
+        add(
             f"--{control}-control",
             metavar="ARM",
             help=f"the arm that {fate} break; needed if the records name none",
         )
-    report.set_defaults(act=_read_and_report)
 
 
 def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=summary)
-    return parser
+    return actions.add_parser(name, help=summary, description=summary)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +65,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "Trains all arms of an experiment, each with every seed; the same command continues. "
         "--config.NAME=VALUE sets a field in every arm, as for train.py."
     )
-    parser.add_argument("experiment", help="definition of the arms: NAME of configs/, or a FILE")
-    parser.add_argument("--workdir", type=Path, required=True, help="directory for all arms")
-    parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="run only these arms (default: all)"
-    )
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, metavar="N", help="seeds in place of the file's own"
-    )
+    add = parser.add_argument
+    add("experiment", help="definition of the arms: NAME of configs/, or a FILE")
+    add("--workdir", type=Path, required=True, help="directory for all arms")
+    add("--arms", nargs="+", metavar="ARM", help="run only these arms (default: all)")
+    add("--seeds", nargs="+", type=int, metavar="N", help="seeds in place of the file's own")
     places = parser.add_mutually_exclusive_group()
     places.add_argument(
         "--devices",
@@ -85,20 +78,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "or one at a time without a GPU)",
     )
     places.add_argument("--jobs", type=int, help="number of arms at a time, bound to no device")
-    parser.add_argument(
+    add(
         "--launcher",
         choices=("processes", "slurm"),
         default="processes",
         help="processes of this host (default), or a Slurm job for each arm",
     )
-    parser.add_argument(
+    add(
         "--slurm",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
         help="options of each job: time (minutes), partition, gpus_per_node, cpus_per_task, mem, …",
     )
-    parser.set_defaults(act=_run, config_flags=[])
+    parser.set_defaults(config_flags=[])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -107,7 +100,12 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       RunError: a definition, directory or arm fails; see the modules of `lab`.
     """
-    args.act(args)
+    if args.action == "run":
+        _run(args)
+        return
+    reads, act = (args.workdir, _collect) if args.action == "collect" else (args.results, _report)
+    with reading_records(reads):
+        act(args)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -162,11 +160,6 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     return cpu_slots(args.jobs)
 
 
-def _read_and_collect(args: argparse.Namespace) -> None:
-    with reading_records(args.workdir):
-        _collect(args)
-
-
 def _collect(args: argparse.Namespace) -> None:
     from lowprec_attn.lab import collection
     from lowprec_attn.lab.comparison import unwanted_differences
@@ -180,11 +173,6 @@ def _collect(args: argparse.Namespace) -> None:
     for arm_run in runs:
         print(f"{arm_run.name}: {arm_run.outcome().text}")
     print(path)
-
-
-def _read_and_report(args: argparse.Namespace) -> None:
-    with reading_records(args.results):
-        _report(args)
 
 
 def _report(args: argparse.Namespace) -> None:

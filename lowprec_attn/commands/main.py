@@ -161,10 +161,6 @@ def _command(arguments: list[str]) -> int:
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == asked_for:
-            if name == "check":
-                # Its float64 products are small, so threads of NumPy's BLAS mostly wait for each
-                # other. NumPy reads this variable when it is imported.
-                os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             module = importlib.import_module(f"lowprec_attn.commands.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)

@@ -15,7 +15,8 @@ from lowprec_attn.data.tokens import DataError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
-    parser.add_argument("out", type=Path, help="directory for train.bin, val.bin and meta.json")
+    add = parser.add_argument
+    add("out", type=Path, help="directory for train.bin, val.bin and meta.json")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--text",
@@ -30,28 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face data set, for example Skylion007/openwebtext, or a loader of local "
         "files (json, parquet, ...) with --data-files; column 'text', a document per row",
     )
-    parser.add_argument(
+    add(
         "--data-files",
         nargs="+",
         metavar="FILE",
         help="local files that the loader of --dataset reads",
     )
-    parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
-    parser.add_argument(
+    add("--revision", help="with --dataset: branch or commit on the Hub")
+    add(
         "--tokenizer",
         choices=("gpt2", "bytes"),
         default="gpt2",
         help="gpt2 (default) downloads a vocabulary, bytes needs none",
     )
-    parser.add_argument(
+    add(
         "--val-fraction",
         type=float,
         default=0.05,
         help="share that is held out: documents, or pieces of whole lines if these are few or long "
         "(default %(default)s; nanoGPT holds out 0.0005 of OpenWebText)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed that draws the held-out share")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
+    add("--seed", type=int, default=0, help="seed that draws the held-out share")
+    add("--overwrite", action="store_true", help="replace existing token files")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -10,11 +10,7 @@ from lowprec_attn.files import require_output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
     parser.add_argument(
-        "run_dirs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="a run directory, finished or not",
+        "run_dirs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not"
     )
     parser.add_argument(
         "--html",

@@ -86,12 +86,7 @@ class Batches:
 
 
 def train_iterator(
-    tokens: Tokens,
-    context: int,
-    order: Order,
-    *,
-    shard: ShardOptions = _ALL_ROWS,
-    parts: int = 1,
+    tokens: Tokens, context: int, order: Order, *, shard: ShardOptions = _ALL_ROWS, parts: int = 1
 ) -> grain.DatasetIterator[Batch]:
     """Returns an endless iterator over the batches of steps 0, 1, …
 

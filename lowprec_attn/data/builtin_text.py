@@ -103,11 +103,5 @@ def _tokens(texts: list[str], source: str) -> Tokens:
     tokenizer = ByteTokenizer()
     end = np.array([tokenizer.end_of_text], np.uint16)
     pieces = [piece for ids in tokenizer.encode(texts) for piece in (ids, end)]
-    ids = np.concatenate([np.array([], "<u2"), *pieces]).astype("<u2")
-    return Tokens(
-        ids=ids,
-        sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
-        vocabulary=tokenizer.vocabulary,
-        tokenizer=tokenizer.name,
-        source=source,
-    )
+    ids = np.concatenate([np.array([], np.uint16), *pieces])
+    return Tokens.in_memory(ids, tokenizer.vocabulary, tokenizer.name, source)

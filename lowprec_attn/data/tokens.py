@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import UInt
@@ -176,6 +177,12 @@ class Tokens:
                     f"{self.source} holds token id {chunk[at]} at position {start + at}, beyond "
                     f"{reason}"
                 )
+
+    @classmethod
+    def in_memory(cls, ids: np.ndarray, vocabulary: int, tokenizer: str, source: str) -> Self:
+        """Returns ids, which fit 16 bits, as tokens with the digest of their bytes."""
+        ids = ids.astype("<u2")
+        return cls(ids, hashlib.sha256(ids.tobytes()).hexdigest(), vocabulary, tokenizer, source)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

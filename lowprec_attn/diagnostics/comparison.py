@@ -236,8 +236,7 @@ class _Chunk:
     def place(self) -> Place:
         first_row = self.i * self.grid.block_q
         return Place(
-            span(first_row, self.grid.block_q)[:, None],
-            span(0, self.tiles.k.shape[-2])[None],
+            span(first_row, self.grid.block_q)[:, None], span(0, self.tiles.k.shape[-2])[None]
         )
 
     def scores(self, tiles: layout.Grouped, spec: Spec) -> softmax.Scores:
@@ -377,7 +376,7 @@ def _gradient_rows(
     pk = products.dot("bkgts,bksh->bkgth", tile.behind_cap(tile.p), k, float32, k_format)
 
     sink_p = None if sink is None else sink.p
-    run = sources.Run(tile, delta, shift, out.statistics, pk, sink_p)
+    run = sources.Run(tile, delta, shift, out.statistics, pk)
     exact = sources.exact_rows(*exact_of, of.do, of.v)
     follows = sources.followed(exact, tile, sink_p, numerics)
     # dQ is summed over all keys at once, not over the tiles in which `tile_grads` rounds.

@@ -128,9 +128,9 @@ def _cut(name: str, array: np.ndarray, layer: Layer, b: int) -> Cut:
     (batch, rows, _, _), keys = layer.q.shape, layer.k.shape[1]
     whole = _whole(layer)
     if name in LENGTHS:
-        length = _length(name, array, batch, rows if LENGTHS[name] == "rows" else keys, b)
-        of_rows = LENGTHS[name] == "rows"
-        return whole._replace(rows=(0, length)) if of_rows else whole._replace(keys=(0, length))
+        if LENGTHS[name] == "rows":
+            return whole._replace(rows=(0, _length(name, array, batch, rows, b)))
+        return whole._replace(keys=(0, _length(name, array, batch, keys, b)))
     visible = array
     if visible.ndim == 4 and visible.shape[1:3] == (1, 1):  # a mask over keys alone, like [B, S]
         visible = visible[:, 0, 0]

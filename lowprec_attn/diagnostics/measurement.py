@@ -149,18 +149,14 @@ def advice(
 
 def _cures(found: Arithmetic) -> list[Arithmetic]:
     """Returns arithmetics that are known to make the errors of δ smaller, each with one change."""
-    cures = [
-        found._replace(label=f"numerics={name}", numerics=_like(found, name))
+    numerics = found.numerics
+    assert isinstance(numerics, Numerics)
+    changed = {
+        f"numerics={name}": get_preset(name).replace(kv_block=numerics.kv_block)
         for name in ("flash", "float32_output")
-    ]
-    assert isinstance(found.numerics, Numerics)
-    normalized = found.numerics.replace(delta="normalized")
-    cures.append(found._replace(label="delta=normalized", numerics=normalized))
+    }
+    changed["delta=normalized"] = numerics.replace(delta="normalized")
+    cures = [found._replace(label=label, numerics=one) for label, one in changed.items()]
     dynamic_max = get_row_max("dynamic_max")
     cures.append(found._replace(label="row_max=dynamic_max", row_max=dynamic_max))
     return [cure for cure in cures if cure[1:] != found[1:]]
-
-
-def _like(found: Arithmetic, name: str) -> Numerics:
-    assert isinstance(found.numerics, Numerics)
-    return get_preset(name).replace(kv_block=found.numerics.kv_block)

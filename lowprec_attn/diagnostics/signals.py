@@ -14,12 +14,7 @@ from lowprec_attn.arithmetic.max_logit import maximum
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
-from lowprec_attn.diagnostics.comparison import (
-    GradientRows,
-    Returned,
-    ScoreRows,
-    compare,
-)
+from lowprec_attn.diagnostics.comparison import GradientRows, Returned, ScoreRows, compare
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 
 
@@ -129,7 +124,7 @@ def attention_signals(
         key, or `numerics` that no attention has with a soft cap or sinks.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
-    validation.check_inputs(q, k, v, any_value_size=True)
+    validation.check_inputs(q, k, v)
     _check_optional(q, k, v, do=do, x=x, w_q=w_q, w_k=w_k)
     _check_returned(q, v, returned)
     if common_direction and x is None:

@@ -25,18 +25,15 @@ def signed_error(
     squares = jnp.sum(x * x, axis=(0, 1, 3))
     total = jnp.sum(x, axis=(0, 1))
     norm = jnp.sqrt(jnp.sum(total * total, axis=-1))
+    size = jnp.sqrt(jnp.where(squares == 0, jnp.float32(1), squares))
     return {
         "mean": jnp.mean(x, axis=(0, 1, 3)),
-        "rms": jnp.sqrt(jnp.mean(x * x, axis=(0, 1, 3))),
+        "rms": root_mean_square(x),
         "max": jnp.max(jnp.abs(x), axis=(0, 1, 3)),
-        "coherence": jnp.where(squares == 0, jnp.float32(0), norm / _nonzero(jnp.sqrt(squares))),
+        "coherence": jnp.where(squares == 0, jnp.float32(0), norm / size),
     }
 
 
 def root_mean_square(x: Float32[Array, "B T N F"]) -> Float32[Array, "N"]:
     """Returns √(Σ x² / (B T F)) per head, the size that an error is compared with."""
     return jnp.sqrt(jnp.mean(x * x, axis=(0, 1, 3)))
-
-
-def _nonzero(x: Array) -> Array:
-    return jnp.where(x == 0, jnp.float32(1), x)

@@ -97,7 +97,6 @@ class Run(NamedTuple):
         `delta='normalized'` adds to δ₀, or λ / scale of 'after_cast', which enters dQ separately.
       statistics: the row statistics as saved, [..., T, 1].
       pk: P k, [..., T, H], with the k of dQ; slope ∘ P k with a soft cap.
-      sink_p: P_sink of the run, [..., T, 1]; None without sinks.
     """
 
     tile: backward.BackwardTile
@@ -105,7 +104,6 @@ class Run(NamedTuple):
     shift: Array
     statistics: RowStatistics
     pk: Array
-    sink_p: Array | None = None
 
 
 class Softmax(NamedTuple):
@@ -227,12 +225,7 @@ def multiplied_ds(run: Run, spec: Spec, extras: Extras, place: Place) -> Array:
 
 
 def sources(
-    exact: Exact,
-    run: Run,
-    follows: Followed,
-    multiplied: Array,
-    k: Array,
-    numerics: Numerics,
+    exact: Exact, run: Run, follows: Followed, multiplied: Array, k: Array, numerics: Numerics
 ) -> Sources:
     """Returns the exact dQ / scale and the parts of the run's error.
 

@@ -7,7 +7,6 @@ measured in the same way as in `diagnose`.
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +21,7 @@ from lowprec_attn.diagnostics.measurement import Arithmetic, measure, refusal
 from lowprec_attn.diagnostics.rules import RULES, RUNAWAY_SCORE, Signals, runaway
 from lowprec_attn.diagnostics.verdict import SMALL
 from lowprec_attn.errors import OneLineError
-from lowprec_attn.files import open_own, strict_json, writing
+from lowprec_attn.files import append_line, strict_json
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, get_preset
 
 _logger = logging.getLogger("lowprec_attn.watch")
@@ -134,7 +133,7 @@ class Watch:
             line = {"step": step, "signals": signals}
             if found:
                 line["runaway"] = {name: list(heads) for name, heads in found.items()}
-            _append(self._path, line)
+            append_line(self._path, json.dumps(strict_json(line), allow_nan=False))
         if self._write is not None:
             _send(self._write, step, signals)
         if new:
@@ -223,13 +222,6 @@ def _layers(name: str, values: Mapping[str, Any]) -> list[Layer]:
     except ValueError as error:
         raise WatchError(f"{name}: {error}") from error
     return [one._replace(is_causal=bool(one.is_causal)) for one in cut]
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    text = json.dumps(strict_json(line), allow_nan=False)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with writing(path), open(open_own(path, flags), "a") as file:
-        file.write(f"{text}\n")
 
 
 def _send(write: Write | SummaryWriter, step: int, signals: Mapping[str, Signals]) -> None:

@@ -34,11 +34,7 @@ _SHAPE = {
 }
 _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
-_LINEAR = {
-    "attention/out": "attn.c_proj",
-    "mlp_in": "mlp.c_fc",
-    "mlp_out": "mlp.c_proj",
-}
+_LINEAR = {"attention/out": "attn.c_proj", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj"}
 _NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
 
 

@@ -43,12 +43,6 @@ def embed(
     return rows if positions is None else rows + positions[None, : ids.shape[1]]
 
 
-def _embed_forward(
-    table: Array, positions: Array | None, ids: Array
-) -> tuple[Array, tuple[Array, Array | None, Array]]:
-    return embed(table, positions, ids), (table, positions, ids)
-
-
 def _embed_backward(
     residuals: tuple[Array, Array | None, Array], d_out: Array
 ) -> tuple[Array, Array | None, None]:
@@ -64,7 +58,7 @@ def _embed_backward(
     return d_table.astype(table.dtype), d_positions.astype(positions.dtype), None
 
 
-embed.defvjp(_embed_forward, _embed_backward)
+embed.defvjp(lambda *args: (embed(*args), args), _embed_backward)
 
 
 def sum_by_id(

@@ -21,7 +21,7 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.arithmetic.transforms import CHECKPOINT_NAME
 from lowprec_attn.gpt2.layers import LayerNorm, embed, mlp
-from lowprec_attn.gpt2.settings import AttentionSettings, InitStd, ModelSettings, Remat
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings, Remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,47 +107,31 @@ class _Linear(nnx.Linear):
 
 
 def linear(
-    features_in: int,
-    features_out: int,
-    *,
-    std: float,
-    dtype: Any,
-    use_bias: bool,
-    rngs: nnx.Rngs,
+    settings: Any, features_in: int, features_out: int, rngs: nnx.Rngs, divisor: float = 1
 ) -> nnx.Linear:
-    """Returns x W + b with float32 parameters and operands in `dtype`; W starts as N(0, `std`²)."""
-    dtype = jnp.dtype(dtype)
+    """Returns x W + b with float32 parameters and operands in `activation_dtype`.
+
+    W starts as N(0, σ²), with σ = `init_std` / `divisor`. `biases` says whether there is a b.
+    """
+    dtype = jnp.dtype(settings.activation_dtype)
     return _Linear(
         features_in,
         features_out,
-        use_bias=use_bias,
+        use_bias=bool(settings.biases),
         dtype=dtype,
         param_dtype=jnp.float32,
-        kernel_init=nnx.initializers.normal(std),
+        kernel_init=nnx.initializers.normal(init_std(settings) / divisor),
         # By default JAX computes a float32 product in TF32 on a GPU, and in bfloat16 on a TPU.
         precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         rngs=rngs,
     )
 
 
-def _linear(
-    settings: ModelSettings, features_in: int, features_out: int, std: float, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return linear(
-        features_in,
-        features_out,
-        std=std,
-        dtype=settings.activation_dtype,
-        use_bias=bool(settings.biases),
-        rngs=rngs,
-    )
-
-
-def init_std(init: InitStd, d: int) -> float:
-    """Standard deviation of the initial weights at width d; see `ModelSettings.init`."""
-    return {"gpt2": 0.02, "small_init": math.sqrt(2 / (5 * d)), "lecun_uniform": (3 * d) ** -0.5}[
-        init
-    ]
+def init_std(settings: Any) -> float:
+    """Standard deviation of a model's initial weights; see `ModelSettings.init`."""
+    d = settings.width
+    stds = {"gpt2": 0.02, "small_init": math.sqrt(2 / (5 * d)), "lecun_uniform": (3 * d) ** -0.5}
+    return stds[settings.init]
 
 
 def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..., Array]:
@@ -210,11 +194,11 @@ class CausalSelfAttention(nnx.Module):
     def __init__(
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
-        d, std = settings.width, init_std(settings.init, settings.width)
-        self.query = _linear(settings, d, d, std, rngs)
-        self.key = _linear(settings, d, d, std, rngs)
-        self.value = _linear(settings, d, d, std, rngs)
-        self.out = _linear(settings, d, d, std / math.sqrt(2 * settings.layers), rngs)
+        d = settings.width
+        self.query = linear(settings, d, d, rngs)
+        self.key = linear(settings, d, d, rngs)
+        self.value = linear(settings, d, d, rngs)
+        self.out = linear(settings, d, d, rngs, math.sqrt(2 * settings.layers))
         self.qk_norm = settings.qk_norm
         if self.qk_norm:
             dtype = jnp.dtype(settings.activation_dtype)
@@ -295,12 +279,12 @@ class Block(nnx.Module):
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
-        std, biased = init_std(settings.init, d), bool(settings.biases)
+        biased = bool(settings.biases)
         self.norm_1 = LayerNorm(d, dtype, rngs, biased)
         self.attention = CausalSelfAttention(settings, arithmetic, rngs)
         self.norm_2 = LayerNorm(d, dtype, rngs, biased)
-        self.mlp_in = _linear(settings, d, 4 * d, std, rngs)
-        self.mlp_out = _linear(settings, 4 * d, d, std / math.sqrt(2 * settings.layers), rngs)
+        self.mlp_in = linear(settings, d, 4 * d, rngs)
+        self.mlp_out = linear(settings, 4 * d, d, rngs, math.sqrt(2 * settings.layers))
 
     def __call__(
         self,
@@ -405,8 +389,7 @@ def _block(block: Block, attend: Attend, remat: Remat | None) -> Callable[..., A
 def _policy(remat: Remat) -> Callable[..., Any]:
     if remat == "attention_saveable":
         return jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
-    policy: Callable[..., Any] = getattr(jax.checkpoint_policies, remat)
-    return policy
+    return getattr(jax.checkpoint_policies, remat)
 
 
 def require_shape(settings: Any, attention: AttentionSettings) -> None:
@@ -440,7 +423,7 @@ class GPT2(Decoder):
             )
         require_shape(settings, attention)
         dtype = jnp.dtype(settings.activation_dtype)
-        normal = nnx.initializers.normal(init_std(settings.init, settings.width))
+        normal = nnx.initializers.normal(init_std(settings))
         embed = {"dtype": jnp.float32, "param_dtype": jnp.float32, "embedding_init": normal}
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         if settings.embedding_mean:
@@ -457,8 +440,7 @@ class GPT2(Decoder):
     @property
     def output_table(self) -> Float[Array, "V d"]:
         """The embedding table, which is also the output layer."""
-        table: Array = self.tokens.embedding[...]
-        return table
+        return self.tokens.embedding[...]
 
 
 def zero_taps(settings: Any, batch: int, length: int) -> tuple[Float[Array, "B T N V"], ...]:

@@ -161,10 +161,7 @@ def _environment(workdir: Path) -> dict[str, str]:
     if _CACHE in os.environ:
         return {}
     # By default JAX does not cache programs that compile in less than a second, which are many.
-    return {
-        _CACHE: str(internal(workdir) / "compilations"),
-        _LEAST: os.environ.get(_LEAST, "0"),
-    }
+    return {_CACHE: str(internal(workdir) / "compilations"), _LEAST: os.environ.get(_LEAST, "0")}
 
 
 def _say(text: str) -> None:

@@ -30,20 +30,6 @@ from lowprec_attn.llama.layers import RMSNorm, normalize_and_rotate, rotation, s
 from lowprec_attn.llama.settings import LlamaSettings
 
 
-def _linear(
-    settings: LlamaSettings, features_in: int, features_out: int, rngs: nnx.Rngs, divisor: float = 1
-) -> nnx.Linear:
-    """Returns a projection without bias; its initial deviation is divided by `divisor`."""
-    return linear(
-        features_in,
-        features_out,
-        std=init_std(settings.init, settings.width) / divisor,
-        dtype=settings.activation_dtype,
-        use_bias=False,
-        rngs=rngs,
-    )
-
-
 class LlamaAttention(nnx.Module):
     """Grouped-query causal attention; each group of query heads has an arithmetic of its own."""
 
@@ -52,10 +38,10 @@ class LlamaAttention(nnx.Module):
     ) -> None:
         d, n, h = settings.width, settings.heads, settings.head_size
         k, v = settings.kv_heads, settings.value_size
-        self.query = _linear(settings, d, n * h, rngs)
-        self.key = _linear(settings, d, k * h, rngs)
-        self.value = _linear(settings, d, k * v, rngs)
-        self.out = _linear(settings, n * v, d, rngs, math.sqrt(2 * settings.layers))
+        self.query = linear(settings, d, n * h, rngs)
+        self.key = linear(settings, d, k * h, rngs)
+        self.value = linear(settings, d, k * v, rngs)
+        self.out = linear(settings, n * v, d, rngs, math.sqrt(2 * settings.layers))
         if settings.qk_norm:
             self.query_norm = nnx.Param(jnp.ones((h,), jnp.float32))
             self.key_norm = nnx.Param(jnp.ones((h,), jnp.float32))
@@ -107,14 +93,13 @@ class LlamaBlock(Block):
         self.norm_1 = RMSNorm(d, settings.norm_eps, dtype, rngs)
         self.attention = LlamaAttention(settings, arithmetic, rngs)
         self.norm_2 = RMSNorm(d, settings.norm_eps, dtype, rngs)
-        self.mlp_gate = _linear(settings, d, f, rngs)
-        self.mlp_in = _linear(settings, d, f, rngs)
-        self.mlp_out = _linear(settings, f, d, rngs, math.sqrt(2 * settings.layers))
+        self.mlp_gate = linear(settings, d, f, rngs)
+        self.mlp_in = linear(settings, d, f, rngs)
+        self.mlp_out = linear(settings, f, d, rngs, math.sqrt(2 * settings.layers))
 
     def mlp(self, x: Array) -> Array:
         """The second half of the block, [B, T, d]."""
-        out: Array = self.mlp_out(swiglu(self.mlp_gate(x), self.mlp_in(x)))
-        return out
+        return self.mlp_out(swiglu(self.mlp_gate(x), self.mlp_in(x)))
 
 
 class Llama(Decoder):
@@ -133,7 +118,7 @@ class Llama(Decoder):
         self, settings: LlamaSettings, attention: AttentionSettings, rngs: nnx.Rngs
     ) -> None:
         require_shape(settings, attention)
-        normal = nnx.initializers.normal(init_std(settings.init, settings.width))
+        normal = nnx.initializers.normal(init_std(settings))
         table = {"param_dtype": jnp.float32, "dtype": jnp.float32, "embedding_init": normal}
         shape = (settings.vocab_size, settings.width)
         self.tokens = nnx.Embed(*shape, **table, rngs=rngs)
@@ -151,8 +136,7 @@ class Llama(Decoder):
     @property
     def output_table(self) -> Float[Array, "V d"]:
         """The output layer, or the embedding table if the two are tied."""
-        table: Array = (self.tokens.embedding if self.tied else self.head)[...]
-        return table
+        return (self.tokens.embedding if self.tied else self.head)[...]
 
 
 def _rotated(settings: LlamaSettings, norm: Array | None, length: int) -> Partial:

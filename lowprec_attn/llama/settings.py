@@ -49,3 +49,8 @@ class LlamaSettings:
     soft_cap: float | None
     sinks: bool
     remat: Remat | None = None  # configs of earlier versions lack it
+
+    @property
+    def biases(self) -> bool:
+        """Whether the linear layers have biases."""
+        return False

@@ -30,14 +30,7 @@ from lowprec_attn.numerics.presets import (
     TRANSFORMER_ENGINE_FP8,
     get_preset,
 )
-from lowprec_attn.numerics.record import (
-    PLAIN_POINTS,
-    POINTS,
-    SALTS,
-    KvBlock,
-    Numerics,
-    Point,
-)
+from lowprec_attn.numerics.record import PLAIN_POINTS, POINTS, SALTS, KvBlock, Numerics, Point
 from lowprec_attn.numerics.rounding import (
     MODES,
     Rounding,

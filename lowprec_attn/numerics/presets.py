@@ -9,12 +9,7 @@ EXACT = Numerics(saved_output="float32", statistics="m_and_l")
 m and l are saved separately, so Σ P = 1 holds even in rows whose scores are all near ± 1e6.
 """
 
-FLASH = Numerics(
-    probs="bfloat16",
-    output="bfloat16",
-    probs_bwd="bfloat16",
-    ds="bfloat16",
-)
+FLASH = Numerics(probs="bfloat16", output="bfloat16", probs_bwd="bfloat16", ds="bfloat16")
 """Only operands of matrix products and O are rounded, as in every fused kernel that people run.
 
 Each implementation of this library forms exponents in its own way. The presets from

@@ -186,8 +186,7 @@ class RoundingField(Generic[_Held]):
 
     def __get__(self, record: "Numerics | None", owner: type) -> _Held:
         """Returns a record's rounding, or on the class the default, which `dataclasses` reads."""
-        held: _Held = self._default if record is None else vars(record)[self._name]
-        return held
+        return self._default if record is None else vars(record)[self._name]
 
     def __set__(self, record: "Numerics", value: _Held | str) -> None:
         given: Any = value

@@ -18,12 +18,7 @@ from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 Mode = Literal[
-    "nearest",
-    "toward_zero",
-    "stochastic",
-    "error_random_sign",
-    "error_positive",
-    "error_negative",
+    "nearest", "toward_zero", "stochastic", "error_random_sign", "error_positive", "error_negative"
 ]
 MODES: tuple[str, ...] = get_args(Mode)
 

@@ -71,13 +71,7 @@ class RowMax(Protocol):
         ...
 
     def running_max(
-        self,
-        r_m: Rows,
-        below: Scores,
-        m_prev: Rows,
-        *,
-        unit: float = 1.0,
-        is_repeated: IsRepeated = is_repeated,
+        self, r_m: Rows, below: Scores, m_prev: Rows, *, unit: float, is_repeated: IsRepeated
     ) -> Rows:
         """Returns the running m after a step with row maximum r_m and scores r_m + below.
 
@@ -97,7 +91,7 @@ class _Rule:
     def __call__(self: RowMax, s: Scores, m_prev: Rows) -> Rows:
         """See `RowMax`."""
         r_m = jnp.max(s, axis=-1, keepdims=True)
-        return self.running_max(r_m, s - r_m, m_prev)
+        return self.running_max(r_m, s - r_m, m_prev, unit=1.0, is_repeated=is_repeated)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,13 +107,7 @@ class StandardMax(_Rule):
     visits_above_diagonal: ClassVar[bool] = False
 
     def running_max(
-        self,
-        r_m: Rows,
-        below: Scores,
-        m_prev: Rows,
-        *,
-        unit: float = 1.0,
-        is_repeated: IsRepeated = is_repeated,
+        self, r_m: Rows, below: Scores, m_prev: Rows, *, unit: float, is_repeated: IsRepeated
     ) -> Rows:
         """See `RowMax`."""
         return jnp.maximum(m_prev, r_m)
@@ -162,13 +150,7 @@ class PublishedMax(_Rule):
             raise ValueError(f"clamp must be a positive number or None, got {self.clamp!r}")
 
     def running_max(
-        self,
-        r_m: Rows,
-        below: Scores,
-        m_prev: Rows,
-        *,
-        unit: float = 1.0,
-        is_repeated: IsRepeated = is_repeated,
+        self, r_m: Rows, below: Scores, m_prev: Rows, *, unit: float, is_repeated: IsRepeated
     ) -> Rows:
         """See `RowMax`."""
         # −inf counts as masked, whether `below` is NaN or, if the kernel bounds r_m, −inf.
@@ -214,13 +196,7 @@ class DynamicMax(_Rule):
             raise ValueError(f"max_shift must lie in (0, 80], got {self.max_shift!r}")
 
     def running_max(
-        self,
-        r_m: Rows,
-        below: Scores,
-        m_prev: Rows,
-        *,
-        unit: float = 1.0,
-        is_repeated: IsRepeated = is_repeated,
+        self, r_m: Rows, below: Scores, m_prev: Rows, *, unit: float, is_repeated: IsRepeated
     ) -> Rows:
         """See `RowMax`."""
         repeated = is_repeated(below, self.tolerance / unit)
@@ -268,13 +244,7 @@ class LazyMax(_Rule):
             raise ValueError(f"threshold must lie in [0, 64], got {self.threshold!r}")
 
     def running_max(
-        self,
-        r_m: Rows,
-        below: Scores,
-        m_prev: Rows,
-        *,
-        unit: float = 1.0,
-        is_repeated: IsRepeated = is_repeated,
+        self, r_m: Rows, below: Scores, m_prev: Rows, *, unit: float, is_repeated: IsRepeated
     ) -> Rows:
         """See `RowMax`."""
         growth = jnp.float32(self.threshold * math.log(2) / unit)

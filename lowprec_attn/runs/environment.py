@@ -15,16 +15,7 @@ import jax
 
 import lowprec_attn
 
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "numpy",
-    "ml_dtypes",
-)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes")
 
 
 def describe() -> dict[str, Any]:

@@ -26,10 +26,7 @@ from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.manifest import DamagedError, Manifest
 
 # Files that an interrupted creation may leave. config.json is written last.
-_CREATED_BEFORE_CONFIG = {
-    "run.lock",
-    "environment.json",
-}
+_CREATED_BEFORE_CONFIG = {"run.lock", "environment.json"}
 # Files and directories that a run adds. They exist without config.json if that file was damaged and
 # the user removed it.
 _CREATED_BY_A_RUN = {

@@ -12,11 +12,4 @@ from lowprec_attn.torch.bridge import TorchAttentionError, attention, attention_
 from lowprec_attn.torch.capture import capture
 from lowprec_attn.torch.watch import TorchWatch, watch
 
-__all__ = [
-    "TorchAttentionError",
-    "TorchWatch",
-    "attention",
-    "attention_fn",
-    "capture",
-    "watch",
-]
+__all__ = ["TorchAttentionError", "TorchWatch", "attention", "attention_fn", "capture", "watch"]

@@ -342,8 +342,7 @@ def _to_jax(x: Tensor) -> jax.Array:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    found: torch.dtype = getattr(torch, jax.numpy.dtype(dtype).name)
-    return found
+    return getattr(torch, jax.numpy.dtype(dtype).name)
 
 
 attention = attention_fn()

@@ -11,9 +11,7 @@ from lowprec_attn.torch.capture import first_pass
 
 # Arrays are measured on the CPU, because PyTorch uses the GPU and its memory.
 _TORCH = Framework(
-    first_pass,
-    "lowprec_attn.torch.attention in place of scaled_dot_product_attention",
-    on_cpu=True,
+    first_pass, "lowprec_attn.torch.attention in place of scaled_dot_product_attention", on_cpu=True
 )
 
 
@@ -58,29 +56,20 @@ class TorchWatch(Watch):
         class Watching(base):
             """The hooks of both trainers, under the names that each trainer calls."""
 
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def _begin_training(self, *_: Any, **__: Any) -> None:
                 watched.begin_training()
 
-            def on_train_start(self, *_: Any) -> None:
-                watched.begin_training()
+            def _end(self, *_: Any, **__: Any) -> None:
+                watched.end()
+
+            on_train_begin = on_train_start = _begin_training
+            on_substep_end = on_pre_optimizer_step = on_step_end = on_after_backward = _end
 
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 watched.begin(state.global_step)
 
-            def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                watched.end()
-
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                watched.end()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                watched.end()
-
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
                 watched.begin(trainer.global_step)
-
-            def on_after_backward(self, *_: Any) -> None:
-                watched.end()
 
             def on_exception(self, *_: Any) -> None:
                 watched.leave()

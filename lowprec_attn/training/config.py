@@ -41,16 +41,13 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
     Raises:
       ConfigError: a field is unknown or missing, has the wrong type, or is out of range.
     """
-    sections = {
-        "data": DataSettings,
-        "optimizer": OptimizerSettings,
-    }
     top = renamed(_mapping(config, ""))
     model = _model(top.pop("model", None))  # checked first: `attention` loops over its heads
     arithmetic = top.pop("attention", None)
     given = {
         "model": model,
-        **{name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()},
+        "data": _record(DataSettings, top.pop("data", None), "data"),
+        "optimizer": _record(OptimizerSettings, top.pop("optimizer", None), "optimizer"),
         "attention": attention_settings(arithmetic, model),
         "rollback": _rollback(top.pop("rollback", None), arithmetic, model),
     }

@@ -102,11 +102,7 @@ class Loop:
         before = next((record["signals"] for record in kept if "signals" in record), None)
         self.measurement = Measurement(run.settings, run.devices, directions, before)
         self.watch = Watch(
-            kept,
-            int(state.step),
-            run.rescue.excess_limit,
-            run.metrics.write,
-            self._say,
+            kept, int(state.step), run.rescue.excess_limit, run.metrics.write, self._say
         )
 
     def run(self) -> int | None:

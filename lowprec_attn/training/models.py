@@ -43,11 +43,9 @@ def decoder(settings: Model, attention: AttentionSettings, rngs: nnx.Rngs) -> De
 
 def parameter_count(settings: Model) -> int:
     """Number of weights of a model."""
-    count: int = of(settings).parameter_count(settings)
-    return count
+    return of(settings).parameter_count(settings)
 
 
 def score_scale(settings: Model) -> tuple[float, float]:
     """Returns the factor of q·k in a score, and the factor of X W_Q in q if `query_of` is None."""
-    scale: tuple[float, float] = of(settings).score_scale(settings)
-    return scale
+    return of(settings).score_scale(settings)

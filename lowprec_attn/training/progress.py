@@ -2,7 +2,6 @@
 
 import collections
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -49,10 +48,5 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bar.close()

@@ -48,10 +48,7 @@ def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[A
 
     def of_sequence(qk: tuple[Array, Array]) -> Array:
         scores = jnp.einsum(
-            "tnh,snh->nts",
-            *qk,
-            preferred_element_type=jnp.float32,
-            precision=lax.Precision.HIGHEST,
+            "tnh,snh->nts", *qk, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
         )
         seen = jnp.tri(scores.shape[1], dtype=jnp.bool_)[None]
         return jnp.max(jnp.where(seen, scores, -jnp.inf), axis=(1, 2))

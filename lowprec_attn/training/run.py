@@ -168,10 +168,7 @@ def open_corpus(settings: DataSettings) -> tokens.Corpus:
 
 
 def _restore(
-    settings: TrainSettings,
-    devices: Devices,
-    run_dir: RunDir,
-    checkpoints: Checkpoints,
+    settings: TrainSettings, devices: Devices, run_dir: RunDir, checkpoints: Checkpoints
 ) -> tuple[Restored | None, bool]:
     """Returns the newest intact checkpoint, and whether it is this run's own.
 

@@ -139,8 +139,7 @@ def make_steps(
             return update(state, loss, grads, scores)
 
     def evaluate(params: Any, inputs: Array, targets: Array, root: Key[Array, ""]) -> Array:
-        loss: Array = losses(params, inputs, targets, root).mean
-        return loss
+        return losses(params, inputs, targets, root).mean
 
     return Steps(init, train, evaluate, loss_fn)
 

@@ -301,17 +301,8 @@ def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile
 def _problem(qkv: _Arrays, extras: Extras, spec: Spec, tile: Tile) -> Problem:
     q, k, v = qkv
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
-    hopper = is_hopper(device_kind())
-    return Problem.of(
-        q,
-        k,
-        extras,
-        spec,
-        tile,
-        interpret=interpret,
-        hopper=hopper,
-        value_size=v.shape[-1],
-    )
+    device = {"interpret": interpret, "hopper": is_hopper(device_kind())}
+    return Problem.of(q, k, extras, spec, tile, **device, value_size=v.shape[-1])
 
 
 def block_sizes(

@@ -23,15 +23,7 @@ from lowprec_attn.arithmetic.powers import HIGH, offset_of
 from lowprec_attn.arithmetic.products import cap_slope, format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add, whole_exp2
-from pallas_kernels.gpu.problem import (
-    LANES,
-    LOG2E,
-    Problem,
-    TileIndex,
-    by_lane,
-    call,
-    whole,
-)
+from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, TileIndex, by_lane, call, whole
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
@@ -173,13 +165,11 @@ def _probs_and_dp(
     # roundings of P̄, P and dS exceed its error.
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
-    elif problem.whole_max:
+    elif problem.whole_max or problem.scales_first:
         c = np.float32(to_log2)
         log2_p = fused_multiply_add(s * in_units, c, offset, interpret=problem.interpret)
-        log2_p = log2_p - np.float32(HIGH)
-    elif problem.scales_first:
-        c = np.float32(to_log2)
-        log2_p = fused_multiply_add(s * in_units, c, offset, interpret=problem.interpret)
+        if problem.whole_max:
+            log2_p = log2_p - np.float32(HIGH)
     elif inverse_l is not None:
         log2_p = (s * in_units + offset) * np.float32(to_log2)
     else:
@@ -228,15 +218,10 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     def all_rows(j: Array, h: Array, b: Array) -> tuple[Array, int, Array]:
         return b, 0, h
 
-    q, do = (
-        problem.block(
-            problem.rows, all_rows, plane=plane, heads=problem.group, values=plane is None
-        )
-        for plane in (0, None)
-    )
-    k, v = (
-        problem.block(problem.keys, all_rows, plane=plane, values=plane == 2) for plane in (1, 2)
-    )
+    q = problem.block(problem.rows, all_rows, plane=0, heads=problem.group)
+    k = problem.block(problem.keys, all_rows, plane=1)
+    v = problem.block(problem.keys, all_rows, plane=2, values=True)
+    do = problem.block(problem.rows, all_rows, heads=problem.group, values=True)
     statistics = pl.BlockSpec((None, problem.group, problem.rows), lambda j, h, b: (b, h, 0))
     if problem.packed:
         block = (None, problem.tile.kv, 3, None, problem.padded_head)
@@ -302,30 +287,21 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         def add_tile(i: Array, sums: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
             dk, dv, *apart = sums
             start = i * problem.tile.query
-            rows = Side(
-                *(
-                    problem.load_rows(
-                        r, start, problem.tile.query, g, valid=valid_rows, values=values
-                    )
-                    for r, values in ((ref.q, False), (ref.do, True))
-                )
-            )
+            q = problem.load_rows(ref.q, start, g, valid=valid_rows)
+            do = problem.load_rows(ref.do, start, g, valid=valid_rows, values=True)
             offset, of_dp = (
                 problem.load_statistics(r, start, g, valid=valid_rows)[None]
                 for r in (ref.offset, ref.dp_offset)
             )
-            place = problem.place(
-                i, j, keys_first=True
-            )  # so that P and dS are left operands without a transpose
+            # Keys first, so that P and dS are left operands without a transpose.
+            place = problem.place(i, j, keys_first=True)
             inverse_l = None
             if ref.inverse_l is not None:
                 inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
                 inverse_l = inverse_l[None]
             exponents = Exponents(offset, inverse_l)
-            tile = _probs_and_dp(
-                program, keys, rows, exponents, program.tile(i, j), place, masked=masked
-            )
-            q, do = rows
+            rows, index = Side(q, do), program.tile(i, j)
+            tile = _probs_and_dp(program, keys, rows, exponents, index, place, masked=masked)
             # dV += Pᵀ dO, or P̄ᵀ (dO / l)
             p_rounded = program.round_point(tile.probs, "probs_bwd", place)
             of_dv, formats = (p_rounded, do), (n.probs_bwd.result_format, format_of(do))
@@ -462,12 +438,8 @@ class _BackwardRows(NamedTuple):
         i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
         start = i * problem.tile.query
         valid = problem.valid_rows(batch, scalars)
-        rows = Side(
-            *(
-                problem.load_rows(r, start, problem.tile.query, valid=valid, values=values)
-                for r, values in ((ref.q, False), (ref.do, True))
-            )
-        )
+        q = problem.load_rows(ref.q, start, valid=valid)
+        rows = Side(q, problem.load_rows(ref.do, start, valid=valid, values=True))
         offset = problem.load_statistics(ref.offset, start, valid=valid)[:, None]
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
         inverse_l = None

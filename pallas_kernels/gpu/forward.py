@@ -8,7 +8,7 @@ arithmetic is that of `lowprec_attn.arithmetic.softmax`, point by point.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,48 +37,22 @@ from pallas_kernels.gpu.softmax import (
     step_of_one_tile,
     step_of_tiles,
 )
+from pallas_kernels.problem import Outputs
 from pallas_kernels.scalars import Scalars
 
 _BFLOAT16 = get_rounding("bfloat16")
-
-
-class Outputs(NamedTuple):
-    """O [B, T, N, V] and lse [B, N, T]; the other outputs are None unless they are needed.
-
-    `saved` [B, T, N, V] is the O for δ where it differs from O, or the lower half of O. `apart` is
-    m and 1 / l, each [B, N, T], where P is formed from them instead of lse. `max_logit` [B, N, T]
-    is the largest score of each row.
-    """
-
-    o: Any
-    lse: Any
-    saved: Any = None
-    apart: tuple[Any, Any] | None = None
-    max_logit: Any = None
 
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the forward kernel. If q, k and v are packed, each of them is the whole array."""
     n = problem.spec.numerics
     lse, statistics = problem.tile_statistics
-    saved = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.rows, problem.heads, problem.value_size)
-    apart = n.statistics == "m_and_l"
-    out = Outputs(
-        jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
-        lse,
-        None if saved is None else jax.ShapeDtypeStruct(shape, saved),
-        (lse, lse) if apart else None,
-        lse if problem.spec.max_logit else None,
-    )
-    out_rows = problem.head_rows(values=True)
-    out_specs = Outputs(
-        out_rows,
-        statistics,
-        None if saved is None else out_rows,
-        (statistics, statistics) if apart else None,
-        statistics if problem.spec.max_logit else None,
-    )
+    o = jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype))
+    saved = None if n.saved_dtype is None else jax.ShapeDtypeStruct(shape, n.saved_dtype)
+    out = Outputs.of(o, lse, saved, problem.spec)
+    rows = problem.head_rows(values=True)
+    out_specs = Outputs.of(rows, statistics, None if saved is None else rows, problem.spec)
     specs = ((problem.head_rows(0), *problem.head_keys, jax.tree.map(whole, scalars)), out_specs)
     return Outputs(*call(_forward, problem, problem.query_grid, specs, out)(q, k, v, scalars))
 
@@ -88,7 +62,7 @@ def _forward(
 ) -> None:
     i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     start = i * problem.tile.query
-    q = problem.load_rows(q_ref, start, problem.tile.query, valid=problem.rows)
+    q = problem.load_rows(q_ref, start, valid=problem.rows)
     round_point = problem.rounder(scalars, batch, head)
     queries = QueryRows(problem, scalars, batch, head, i, q, k_ref, v_ref, round_point)
     take_step = step_of_one_tile if problem.tiles_per_step == 1 else step_of_tiles

@@ -152,13 +152,7 @@ def add_norm_gradients(
 
 
 def _backward(
-    residual_ref: Any,
-    scale_ref: Any,
-    d_x_ref: Any,
-    *refs: Any,
-    count: int,
-    width: int,
-    inputs: int,
+    residual_ref: Any, scale_ref: Any, d_x_ref: Any, *refs: Any, count: int, width: int, inputs: int
 ) -> None:
     """`refs` are d_residual if `inputs` is 1, the gradients, and this program's part of d_scale."""
     *rest, d_scale_ref = refs

@@ -311,11 +311,9 @@ class Problem(common.Problem):
 
     def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
         """As in `common.Problem`; rows beyond T may see columns, as they are never stored."""
-        of_element = (
-            None if lengths is None else lengths[batch]
-            for lengths in (scalars.key_lengths, scalars.query_lengths)
-        )
-        return {"limit": self.keys, **dict(zip(("keys", "queries"), of_element, strict=True))}
+        lengths = {"keys": scalars.key_lengths, "queries": scalars.query_lengths}
+        of_element = {name: None if x is None else x[batch] for name, x in lengths.items()}
+        return {"limit": self.keys, **of_element}
 
     def unhidden(self, tile: TileIndex, pairs: Pairs, *, keys_first: bool = False) -> Array:
         """True in a tile, or its transpose, where neither segments nor the mask hide a column."""
@@ -375,19 +373,13 @@ class Problem(common.Problem):
         return jnp.minimum(keys, self.valid_rows(batch, scalars)) if self.spec.is_causal else keys
 
     def load_rows(
-        self,
-        ref: Any,
-        start: Array | int,
-        size: int,
-        *index: Any,
-        valid: Array | int,
-        values: bool = False,
+        self, ref: Any, start: Array, *index: Any, valid: Array | int, values: bool = False
     ) -> Array:
-        """Rows start ... start + size − 1 of a [rows, H] reference; zeros outside.
+        """The query tile of a [rows, H] reference that begins at row `start`; zeros outside.
 
         index: the head, if the reference has an axis of heads.
         """
-        return self._load(ref, start, size, valid, *index, values=values)
+        return self._load(ref, start, self.tile.query, valid, *index, values=values)
 
     def load_row_parts(
         self, ref: Any, start: Array | int, columns: int, *, valid: Array | int
@@ -407,14 +399,7 @@ class Problem(common.Problem):
         return self._load(ref, 0, 1, 1)
 
     def load_values(
-        self,
-        ref: Any,
-        j: Array,
-        scalars: Scalars,
-        batch: Array,
-        head: Array,
-        *,
-        valid: Array | int,
+        self, ref: Any, j: Array, scalars: Scalars, batch: Array, head: Array, *, valid: Array | int
     ) -> Array:
         """Tile j of the V that a query head reads, rounded at `value`; zeros outside."""
         kv = self.tile.kv

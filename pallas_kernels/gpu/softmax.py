@@ -215,25 +215,21 @@ class _Step(NamedTuple):
         """P̄ = exp(S − m) of a tile's scores s = r_m + below."""
         problem, columns = self.queries.problem, s.shape[1]
         to_log2 = np.float32(problem.score_unit * LOG2E)
+        fma = partial(fused_multiply_add, interpret=problem.interpret)
         if not problem.spec.numerics.shift.is_identity:
-            shift = self.queries.round_point.shift(s - _per_column(self.subtracted, columns), place)
-            return exp2(shift * to_log2, interpret=problem.interpret)
-        if problem.whole_max:
+            shift = s - _per_column(self.subtracted, columns)
+            log2_p = self.queries.round_point.shift(shift, place) * to_log2
+        elif problem.whole_max:
             offset = _per_column(powers.offset_of(self.subtracted), columns)
-            fma = partial(fused_multiply_add, interpret=problem.interpret)
-            return whole_exp2(
-                fma(s, to_log2, offset) - np.float32(powers.HIGH), interpret=problem.interpret
-            )
-        if problem.scales_first:
+            log2_p = fma(s, to_log2, offset) - np.float32(powers.HIGH)
+            return whole_exp2(log2_p, interpret=problem.interpret)
+        elif problem.scales_first:
             # 2^(S·c − m·c) with one rounding, as FlashAttention-2 and -3 form it.
-            offset = _per_column(self.subtracted * -to_log2, columns)
-            return exp2(
-                fused_multiply_add(s, to_log2, offset, interpret=problem.interpret),
-                interpret=problem.interpret,
-            )
-        # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
-        offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
-        log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
+            log2_p = fma(s, to_log2, _per_column(self.subtracted * -to_log2, columns))
+        else:
+            # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
+            offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
+            log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
         return exp2(log2_p, interpret=problem.interpret)
 
     def finish(

@@ -31,14 +31,7 @@ from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import Operands, lse_unit
-from pallas_kernels.tpu.block_sizes import (
-    LANES,
-    BlockSizes,
-    Steps,
-    Tile,
-    block_sizes_of,
-    too_large,
-)
+from pallas_kernels.tpu.block_sizes import LANES, BlockSizes, Steps, Tile, block_sizes_of, too_large
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.key_gradients import key_gradients
 from pallas_kernels.tpu.mainloop import Inputs
@@ -248,16 +241,11 @@ def _scalars(extras: Extras, spec: Spec) -> Scalars:
 
 def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Array]:
     """q (times the scale where that is exact), k and v, padded to whole tiles."""
-    q = (
-        inputs.q * jnp.asarray(problem.spec.scale, inputs.q.dtype)
-        if problem.scales_queries
-        else inputs.q
-    )
-    return (
-        _padded_rows(q, problem),
-        _pad(inputs.k, problem.padded_keys),
-        _pad(inputs.v, problem.padded_keys),
-    )
+    q, k, v, _ = inputs
+    if problem.scales_queries:
+        q = q * jnp.asarray(problem.spec.scale, q.dtype)
+    k, v = (_pad(x, problem.padded_keys) for x in (k, v))
+    return _padded_rows(q, problem), k, v
 
 
 def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:

@@ -21,12 +21,7 @@ from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
-from pallas_kernels.tpu.problem import (
-    Problem,
-    exponential,
-    indices,
-    unhidden,
-)
+from pallas_kernels.tpu.problem import Problem, exponential, indices, unhidden
 from pallas_kernels.tpu.products import COLUMNS, Rounder
 
 

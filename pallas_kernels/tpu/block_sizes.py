@@ -116,7 +116,7 @@ def block_sizes_of(
     """
     sizes = given or _default_block_sizes(keys, head_size, itemsize)
     forward, by_key, by_query = (
-        Tile(query=min(tile.query, _multiple(rows, LANES)), kv=min(tile.kv, _multiple(keys, LANES)))
+        Tile(query=min(tile.query, _in_lanes(rows)), kv=min(tile.kv, _in_lanes(keys)))
         for tile in (sizes.forward, sizes.key_gradients, sizes.query_gradients)
     )
     step = Steps.of(numerics, forward, rows, keys)
@@ -124,17 +124,14 @@ def block_sizes_of(
     if given is None and forward.kv < step.keys:
         # A step in one tile forms S once, but for few rows at a time. A step in several tiles forms
         # S twice.
-        whole = dataclasses.replace(forward, kv=_multiple(step.keys, LANES))
+        whole = dataclasses.replace(forward, kv=_in_lanes(step.keys))
         whole = _fitting("forward", whole, head_size, itemsize, has_mask=has_mask)
     forward = whole or dataclasses.replace(forward, kv=_in_line(forward.kv, step.keys, keys))
     if not numerics.tile_grads.is_identity:
         by_query = dataclasses.replace(by_query, kv=_in_line(by_query.kv, step.keys, keys))
         by_key = dataclasses.replace(by_key, query=_in_line(by_key.query, step.rows, rows))
     return BlockSizes(
-        forward=forward,
-        key_gradients=by_key,
-        query_gradients=by_query,
-        interpret=sizes.interpret,
+        forward=forward, key_gradients=by_key, query_gradients=by_query, interpret=sizes.interpret
     )
 
 
@@ -160,8 +157,9 @@ def _default_block_sizes(keys: int, head_size: int, itemsize: int) -> BlockSizes
     return BlockSizes(forward=tile, key_gradients=tile, query_gradients=tile)
 
 
-def _multiple(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def _in_lanes(size: int) -> int:
+    """The size rounded up to a multiple of `LANES`."""
+    return -(-size // LANES) * LANES
 
 
 def too_large(
@@ -211,7 +209,7 @@ def vmem_bytes(
       itemsize: bytes of an element of q, k, v.
       has_mask: whether tiles of a dense mask are read.
     """
-    columns = _multiple(head_size, LANES)
+    columns = _in_lanes(head_size)
 
     def numbers(blocks: tuple[int, int]) -> int:
         rows, keys = blocks

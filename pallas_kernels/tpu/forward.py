@@ -8,7 +8,7 @@ fetched. Without a window, segments or a dense mask, a tile is masked only if th
 or the end of the keys cuts it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from lowprec_attn.arithmetic.recurrence import (
     m_and_inverse_l,
 )
 from lowprec_attn.numerics import MASKED
+from pallas_kernels.problem import Outputs
 from pallas_kernels.rounder import BFLOAT16
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu import softmax
@@ -46,24 +47,10 @@ from pallas_kernels.tpu.problem import (
     indices,
     lanes,
     pair_specs,
+    row_specs,
     to_row,
 )
 from pallas_kernels.tpu.products import Rounder
-
-
-class Outputs(NamedTuple):
-    """O [B, N, T, H] and lse [B, N, 1, T]; the other outputs are None unless they are needed.
-
-    `saved` [B, N, T, H] is the O for δ where it differs from O, or the lower half of O. `apart` is
-    m and 1 / l, each [B, N, 1, T], where P is formed from them instead of lse. `max_logit`
-    [B, N, 1, T] is the largest score of each row.
-    """
-
-    o: Any
-    lse: Any
-    saved: Any = None
-    apart: tuple[Any, Any] | None = None
-    max_logit: Any = None
 
 
 def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
@@ -77,9 +64,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
     block = (None, None, size.kv, problem.head_size)
-    rows = pl.BlockSpec(
-        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
-    )
+    rows, statistics = row_specs(problem)
     keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile(j), x))
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile_of_v(j), x))
 
@@ -87,18 +72,12 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         return b, h, i, problem.key_range(i, b, scalars).clamp(order.tile(j))
 
     pairs = pair_specs(x.pairs, problem, tile)
-    statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
-    saved_dtype = problem.spec.numerics.saved_dtype
+    n = problem.spec.numerics
     shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
+    o = jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype))
     row = jax.ShapeDtypeStruct((problem.batch, problem.heads, 1, problem.padded_rows), jnp.float32)
-    apart = problem.spec.numerics.statistics == "m_and_l"
-    out = Outputs(
-        jax.ShapeDtypeStruct(shape, problem.spec.numerics.output_dtype(problem.dtype)),
-        row,
-        None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
-        (row, row) if apart else None,
-        row if problem.spec.max_logit else None,
-    )
+    saved = None if n.saved_dtype is None else jax.ShapeDtypeStruct(shape, n.saved_dtype)
+    out = Outputs.of(o, row, saved, problem.spec)
     per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
     state = (per_row, per_row, accumulator) + (accumulator,) * problem.keeps_auxiliary
     tracked = (per_row,) * is_tracked(problem.spec, has_sinks=False)
@@ -106,13 +85,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         sizes=(problem.batch, problem.heads, problem.q_tiles, order.programs),
         parallel=3,
         in_specs=(Inputs(rows, keys, values, pairs),),
-        out_specs=Outputs(
-            rows,
-            statistics,
-            None if saved_dtype is None else rows,
-            (statistics, statistics) if apart else None,
-            statistics if problem.spec.max_logit else None,
-        ),
+        out_specs=Outputs.of(rows, statistics, None if saved is None else rows, problem.spec),
         scratch=tracked + state + ((per_row,) * 2 + state) * order.is_long,
     )
     return Outputs(*call(_forward, problem, grid, out)(scalars, x))

@@ -23,15 +23,7 @@ from pallas_kernels.tpu.backward import (
     sums_parts,
     visit_tile,
 )
-from pallas_kernels.tpu.problem import (
-    Grid,
-    Problem,
-    call,
-    indices,
-    lanes,
-    pair_specs,
-    to_columns,
-)
+from pallas_kernels.tpu.problem import Grid, Problem, call, indices, lanes, pair_specs, to_columns
 from pallas_kernels.tpu.products import ROWS
 
 
@@ -64,25 +56,15 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         return b, h * problem.group + g, visited(j, i, b, scalars), j
 
     pairs = pair_specs(x.pairs, problem, tile)
+    of_rows = {name: statistics for name in ("after", "inverse_l") if getattr(x, name) is not None}
+    operands = Operands(rows, keys, keys, rows, statistics, statistics, pairs=pairs, **of_rows)
+    sums = 4 if sums_parts(problem, size.query, problem.row_step) else 2
     grid = Grid(
         sizes=(problem.batch, problem.kv_heads, problem.kv_tiles, problem.group, problem.q_tiles),
         parallel=3,
-        in_specs=(
-            Operands(
-                rows,
-                keys,
-                keys,
-                rows,
-                statistics,
-                statistics,
-                pairs=pairs,
-                after=None if x.after is None else statistics,
-                inverse_l=None if x.inverse_l is None else statistics,
-            ),
-        ),
+        in_specs=(operands,),
         out_specs=(keys, keys),
-        scratch=((size.kv, problem.head_size),)
-        * (4 if sums_parts(problem, size.query, problem.row_step) else 2),
+        scratch=((size.kv, problem.head_size),) * sums,
     )
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
     dk, dv = call(_key_gradients, problem, grid, (out, out))(scalars, x)
@@ -139,10 +121,9 @@ def _key_gradients(
 
     seen = problem.query_range(j, batch, scalars)
     visit_tile(i, seen, (problem.key_range(i, batch, scalars).full > j), problem, add_tile)
+    of_keys = indices(j * problem.tile.kv, problem.tile.kv, 0)
     for total in (dk_total, dv_total):
-        total.end_of_tile(
-            i, seen, problem.q_tiles, indices(j * problem.tile.kv, problem.tile.kv, 0)
-        )
+        total.end_of_tile(i, seen, problem.q_tiles, of_keys)
 
     @pl.when((g == problem.group - 1) & (i == problem.q_tiles - 1))
     def epilogue() -> None:

@@ -106,6 +106,16 @@ class Problem(common.Problem):
         return common.Range(begin, begin, end)
 
 
+def row_specs(problem: Problem) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+    """The blocks of a query tile [query, H], and of a number for each of its rows [1, query].
+
+    They are for kernels with one program per batch element, query head, query tile and key tile.
+    """
+    query, head_size = problem.tile.query, problem.head_size
+    rows = pl.BlockSpec((None, None, query, head_size), lambda b, h, i, j, _: (b, h, i, 0))
+    return rows, pl.BlockSpec((None, None, 1, query), lambda b, h, i, j, _: (b, h, 0, i))
+
+
 def pair_specs(pairs: Pairs | None, problem: Problem, index: Callable[..., Any]) -> Pairs | None:
     """Block specifications of `Pairs` whose segments are rows [B, 1, T] and [B, 1, S].
 

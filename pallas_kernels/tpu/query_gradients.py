@@ -33,6 +33,7 @@ from pallas_kernels.tpu.problem import (
     indices,
     lanes,
     pair_specs,
+    row_specs,
     to_columns,
     to_row,
 )
@@ -77,21 +78,15 @@ class _QuerySums(NamedTuple):
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGradients:
     """dQ, and what its kernel finds about δ on the way."""
-    block = (None, None, problem.tile.query, problem.head_size)
-    out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
+    rows, statistics = row_specs(problem)
+    out_spec = QueryGradients(rows)
     out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
     if x.dlse is not None:
-        out_spec = out_spec._replace(found=_row_statistics(problem))
+        out_spec = out_spec._replace(found=statistics)
         out = out._replace(found=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
     scratch = tuple(shape for shape in _QuerySums.shapes(problem) if shape is not None)
-    return QueryGradients(
-        *_over_queries(_query_gradients, x, scalars, problem, (out, out_spec, scratch))
-    )
-
-
-def _row_statistics(problem: Problem) -> pl.BlockSpec:
-    """Statistics [B, N, 1, T] of the rows of a query tile."""
-    return pl.BlockSpec((None, None, 1, problem.tile.query), lambda b, h, i, j, _: (b, h, 0, i))
+    outputs = out, out_spec, scratch
+    return QueryGradients(*_over_queries(_query_gradients, x, scalars, problem, outputs))
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
@@ -99,7 +94,7 @@ def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     statistic = (problem.tile.query, LANES)
     out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
     scratch = (statistic,) * (2 if x.inverse_l is None else 3)
-    return _over_queries(_delta, x, scalars, problem, (out, _row_statistics(problem), scratch))
+    return _over_queries(_delta, x, scalars, problem, (out, row_specs(problem)[1], scratch))
 
 
 def _over_queries(
@@ -111,14 +106,11 @@ def _over_queries(
     def key_tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Any, ...]:
         return b, lax.div(h, problem.group), problem.key_range(i, b, scalars).clamp(j), 0
 
-    rows = pl.BlockSpec(
-        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
-    )
+    rows, statistics = row_specs(problem)
     keys = pl.BlockSpec((None, None, size.kv, problem.head_size), key_tile)
     shape, out_spec, scratch = out
     lse, delta, dlse, inverse_l = (
-        None if row is None else _row_statistics(problem)
-        for row in (x.lse, x.delta, x.dlse, x.inverse_l)
+        None if row is None else statistics for row in (x.lse, x.delta, x.dlse, x.inverse_l)
     )
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
@@ -171,10 +163,8 @@ class _BackwardRows(NamedTuple):
 
         def add_tile(*, masked: bool) -> None:
             place = Place(self.rows, indices(self.j * problem.tile.kv, problem.tile.kv, 1))
-            rows, keys = (
-                Side(self.ref.q[...], self.ref.do[...]),
-                Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j)),
-            )
+            rows = Side(self.ref.q[...], self.ref.do[...])
+            keys = Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j))
             given = (x for x in self.exponents if x is not None)
             exponents = Exponents(*(lanes(x[...], problem.tile.kv) for x in given))
             probs, dp = probs_and_dp(self.program, rows, keys, exponents, place, masked=masked)
@@ -185,12 +175,7 @@ class _BackwardRows(NamedTuple):
 
 
 def _query_gradients(
-    scalars: Scalars,
-    ref: Operands,
-    dq_ref: Any,
-    found_ref: Any,
-    *scratch: Any,
-    problem: Problem,
+    scalars: Scalars, ref: Operands, dq_ref: Any, found_ref: Any, *scratch: Any, problem: Problem
 ) -> None:
     n = problem.spec.numerics
     after_cast = n.delta == "after_cast"
@@ -218,12 +203,8 @@ def _query_gradients(
         unscaled = probs * (dp - lanes(sums.delta[...], problem.tile.kv))
         ds = rounded_ds(queries.program, unscaled, place)
         k, ds_format = ref.k[...], n.ds.result_format
-        rows = queries.rows
-        total.add(
-            queries.j,
-            lambda x: round_point.dot(ds[:, x], k[x], ds_format, format_of(k), ROWS),
-            rows,
-        )
+        rows, dot = queries.rows, round_point.dot
+        total.add(queries.j, lambda x: dot(ds[:, x], k[x], ds_format, format_of(k), ROWS), rows)
         if sums.pk is not None:
             # `epilogue` corrects the row sums of dS with P K, rowsum(dS) and rowsum(P).
             rounded = round_point(probs, "probs_bwd", place)

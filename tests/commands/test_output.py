@@ -170,15 +170,3 @@ def test_an_interrupt_that_python_drops_comes_again():
         [sys.executable, "-c", DROPS_AN_INTERRUPT], capture_output=True, text=True, timeout=60
     )
     assert (process.returncode, process.stdout, process.stderr) == (130, "dropped\n", "")
-
-
-@pytest.mark.parametrize("given", [None, "4"])
-def test_check_asks_numpy_for_one_thread_unless_the_user_asked(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")
-    if given is None:
-        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
-    with pytest.raises(SystemExit):
-        main(["check", "--help"])
-    assert os.environ["OPENBLAS_NUM_THREADS"] == (given or "1")

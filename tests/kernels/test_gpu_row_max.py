@@ -51,7 +51,9 @@ def running_max(rule: RowMax, s: np.ndarray, unit: float) -> np.ndarray:
     in_units = masked(s / np.float32(unit))
     r_m, m_prev = in_units.max(-1, keepdims=True), np.full((ROWS, 1), -3 / unit, np.float32)
     m = np.asarray(
-        jax.jit(functools.partial(rule.running_max, unit=unit))(r_m, in_units - r_m, m_prev)
+        jax.jit(functools.partial(rule.running_max, unit=unit, is_repeated=row_max.is_repeated))(
+            r_m, in_units - r_m, m_prev
+        )
     )
     return m * np.float32(unit)
 

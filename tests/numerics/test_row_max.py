@@ -14,6 +14,7 @@ from compiling import optimized
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import MASKED, DynamicMax, LazyMax, PublishedMax, RowMax, StandardMax
+from lowprec_attn.numerics.row_max import is_repeated
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -87,7 +88,9 @@ def test_a_lazy_maximum_is_raised_when_it_grows(
     if np.isfinite(m_prev) and np.isfinite(expected):
         s, m = jnp.array([scores], jnp.float32) / 0.125, jnp.array([[m_prev]], jnp.float32) / 0.125
         r_m = s.max(-1, keepdims=True)
-        assert LazyMax().running_max(r_m, s - r_m, m, unit=0.125) == np.float32(expected) / 0.125
+        units = {"unit": 0.125, "is_repeated": is_repeated}
+        found = LazyMax().running_max(r_m, s - r_m, m, **units)
+        assert found == np.float32(expected) / 0.125
 
 
 def test_a_threshold_of_0_is_the_standard_maximum() -> None:

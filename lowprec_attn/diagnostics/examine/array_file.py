@@ -119,7 +119,8 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | No
     _check_facts(facts)
     arrays = {which: _as_floats(which, array) for which, array in found.items()}
     w_q, sinks = (arrays.pop(n, None) for n in ("w_q", "sinks"))  # without rows or a batch axis
-    orders = axes.parse(layout or _declared(facts))
+    declared = str(facts["layout"].item()) if "layout" in facts else "BTNH"
+    orders = axes.parse(layout or declared)
     arrays, split = axes.rows_first(arrays, orders)
     _check_shapes(arrays, orders)
     # A file that declares its own layout needs no note of doubt.
@@ -180,10 +181,6 @@ def check_scale(name: str, scale: float) -> None:
         raise DiagnoseError(f"{name} must not be 0 in float32, where every score is 0, got {scale}")
 
 
-def _declared(facts: dict[str, np.ndarray]) -> str:
-    return str(facts["layout"].item()) if "layout" in facts else "BTNH"
-
-
 def _soft_cap(facts: dict[str, np.ndarray], scale: float) -> float | None:
     """Returns the file's soft cap; None for 0, which means no cap in flash_attn."""
     value = float(facts["soft_cap"].item()) if "soft_cap" in facts else 0.0
@@ -209,7 +206,7 @@ def _read(path: Path) -> dict[str, _Found]:
     if path.suffix == ".npz":
         return _read_npz(path)
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return _open_safetensors(path, lambda names, read: _pick(path, names, read))
     raise DiagnoseError(
         f"{path}: only .npz and .safetensors files are read; "
         "from torch: safetensors.torch.save_file({'q': q, 'k': k, 'v': v, 'do': do}, FILE)"
@@ -254,10 +251,6 @@ def _read_npz(path: Path) -> dict[str, _Found]:
         raise DiagnoseError(
             f"{path}: not a readable npz file ({_one_line(error)}); save it again"
         ) from error
-
-
-def _read_safetensors(path: Path) -> dict[str, _Found]:
-    return _open_safetensors(path, lambda names, read: _pick(path, names, read))
 
 
 def _open_safetensors(
@@ -351,10 +344,8 @@ def _pick_layer(
 def _read_one(path: Path, name: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(name)
-    except (
-        MemoryError,
-        OverflowError,
-    ) as error:  # the header of a damaged or made-up file may claim any shape
+    # The header of a damaged or made-up file may claim any shape.
+    except (MemoryError, OverflowError) as error:
         raise DiagnoseError(
             f"{path}: {name} does not fit into memory ({_one_line(error)}); if its shape is right, "
             "save fewer layers or a part of the batch; if not, save the file again"
@@ -433,7 +424,7 @@ def _heads_apart(w_q: np.ndarray, heads: int, head_size: int) -> np.ndarray:
 
 def _check_shapes(arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:
     q, do, x = arrays["q"], arrays.get("do"), arrays.get("x")
-    validation.check_inputs(q, arrays["k"], arrays["v"], any_value_size=True)  # type: ignore[arg-type]
+    validation.check_inputs(q, arrays["k"], arrays["v"])  # type: ignore[arg-type]
     of_o = (*q.shape[:3], arrays["v"].shape[-1])
     if do is not None and do.shape != of_o:
         like = "the shape of q" if of_o == q.shape else "the shape of q and the head size of v"

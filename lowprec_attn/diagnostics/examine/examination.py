@@ -71,8 +71,7 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
     own = [] if layer.own is None else [Arithmetic("own numerics", layer.own)]
     chosen = [*own, *arithmetics]
     names = ("q", "k", "v", "do", "x", "w_q", "o", "lse")
-    arrays = {name: getattr(layer, name) for name in names}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    arrays = {name: array for name in names if (array := getattr(layer, name)) is not None}
     bad = tuple(name for name, array in arrays.items() if not_finite(name, array))
     if not {*bad}.isdisjoint("qkv"):
         return Examination(layer, {}, tuple(lookalikes(arrays)), bad)

@@ -140,10 +140,7 @@ def _sequence(
 
 
 def _layers(
-    settings: TrainSettings,
-    run_dir: RunDir,
-    ids: Int32[np.ndarray, "1 ids"],
-    last_step: int | None,
+    settings: TrainSettings, run_dir: RunDir, ids: Int32[np.ndarray, "1 ids"], last_step: int | None
 ) -> tuple[int, list[Layer]]:
     """Returns the step of the checkpoint and its layers on one sequence."""
     saved = restore(settings, run_dir, last_step)

@@ -53,16 +53,12 @@ def _table(measured: Sequence[tuple[Line, ArmRecord]]) -> str:
     legend = (
         f"The mean of δ's error over its RMS at step {_several(steps)}, over {_several(draws)} "
         f"sequences (`python -m benchmarks.delta_bias`): of a layer the smallest and largest of "
-        f"its heads, each with a standard error of {span(errors, _two_digits)}; in "
+        f"its heads, each with a standard error of {span(errors, '{:.2g}'.format)}; in "
         "brackets the largest |score|, in the layer that has it. Then the mean of all heads with "
         "its standard error, as if they were independent."
     )
     body = [[*row, *(cells.get(seed, NONE) for seed in seeds)] for row, cells in rows.items()]
     return with_legend(legend, ["arm", "layer", *(f"seed {seed}" for seed in seeds)], body)
-
-
-def _two_digits(x: float) -> str:
-    return f"{x:.2g}"
 
 
 def _several(numbers: set[int]) -> str:

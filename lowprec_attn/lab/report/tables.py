@@ -18,11 +18,7 @@ from lowprec_attn.lab.report.outcomes import (
     undecided,
 )
 from lowprec_attn.lab.report.spans import NONE, number, span
-from lowprec_attn.runs.instability.explosion import (
-    EXCESS_NATS,
-    LASTING_STEPS,
-    SMOOTHED_STEPS,
-)
+from lowprec_attn.runs.instability.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
 from lowprec_attn.tables import markdown, with_legend
 
 _COLUMNS = 7

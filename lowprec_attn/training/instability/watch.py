@@ -119,5 +119,4 @@ def kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
         losses = [{k: r[k] for k in ("step", "loss")} for r in kept if "loss" in r]
         return losses + [r for r in kept if "signals" in r][-1:]
 
-    found: list[dict[str, Any]] = hosts.from_first(read)
-    return found
+    return hosts.from_first(read)
