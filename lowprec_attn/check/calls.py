@@ -41,6 +41,7 @@ class Function:
       keywords: the function's own names for those of `causal`, `scale`, `mask` (boolean
         [#B, 1, T, S]), `window`, `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]) that it takes.
       options: further keywords that every call passes, and their values.
+      backward: whether it has a backward pass; without one only O and lse are computed.
     """
 
     function: Callable[..., Any]
@@ -50,6 +51,7 @@ class Function:
     layout: str = "BTNH"
     keywords: Mapping[str, str]
     options: Mapping[str, Any]
+    backward: bool = True
 
     def __post_init__(self) -> None:
         if self.layout not in ("BTNH", "BNTH"):
@@ -62,8 +64,12 @@ class Function:
         def compiled(values: tuple[tuple[str, Any], ...], *expected: Any) -> Callable[..., Any]:
             attend = functools.partial(self._attend, dict(values), *expected)
             if self.framework == "torch":
-                return functools.partial(torch_gradients, attend)
-            return jax.jit(functools.partial(jax_gradients, attend))
+                return functools.partial(
+                    torch_gradients if self.backward else torch_results, attend
+                )
+            return jax.jit(
+                functools.partial(jax_gradients if self.backward else forward_results, attend)
+            )
 
         def call(problem: Problem) -> Found:
             array = torch_array if self.framework == "torch" else jax_array
@@ -93,6 +99,8 @@ class Function:
         float64 = as_given(exact(problem).found)
         if problem.dlse is None:
             del float64["lse"]
+        if not self.backward:
+            float64 = {n: x for n, x in float64.items() if n in ("o", "lse")}
         saved: dict[str, Any] = {n: self._turned(n, x) for n, x in arrays(problem).items()}
         saved |= {f"{n}_float64": self._turned(n, x) for n, x in float64.items()}
         beside = [n for n in arrays(problem) if n in self.keywords]
@@ -107,7 +115,7 @@ class Function:
             *self.head,
             "",
             f"a = np.load({_quoted(data)})  # {problem.name}: {problem.about}",
-            *run(trained, "mask" in beside, problem, f"{self.name}({call})"),
+            *run(trained, "mask" in beside, problem, f"{self.name}({call})", self.backward),
             "for name, x in found.items():",
             '    error = np.abs(np.asarray(x, np.float64) - a[name + "_float64"])',
             "    place = np.unravel_index(error.argmax(), error.shape)",
@@ -188,7 +196,9 @@ def _quoted(*names: str) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _jax_script(trained: list[str], has_mask: bool, problem: Problem, call: str) -> list[str]:
+def _jax_script(
+    trained: list[str], has_mask: bool, problem: Problem, call: str, backward: bool
+) -> list[str]:
     """Returns lines that compute `found`, results by name, from the arrays `a`."""
     has_lse = problem.dlse is not None
     beside, results = trained[3:], _quoted("o", *(f"d{n}" for n in trained))
@@ -203,27 +213,33 @@ def _jax_script(trained: list[str], has_mask: bool, problem: Problem, call: str)
         f"    result = {call}",
     ]
     if not has_lse:
+        lines += ["    return result[0] if isinstance(result, (tuple, list)) else result", "", ""]
+        if not backward:
+            return [*lines, f'found = {{"o": attend({parameters})}}']
         return [
             *lines,
-            "    return result[0] if isinstance(result, (tuple, list)) else result",
-            "",
-            "",
             f"o, pullback = jax.vjp(attend, {parameters})",
             f"found = dict(zip(({results}), (o, *pullback(do.astype(o.dtype)))))",
         ]
-    return [
-        *lines,
+    lines += [
         "    o, lse = result[:2]",
         '    return o, lse if lse.shape == a["dlse"].shape else lse.swapaxes(1, 2)',
         "",
         "",
+    ]
+    if not backward:
+        return [*lines, f'found = dict(zip(("o", "lse"), attend({parameters})))']
+    return [
+        *lines,
         f"(o, lse), pullback = jax.vjp(attend, {parameters})",
         'gradients = pullback((do.astype(o.dtype), jax.numpy.asarray(a["dlse"], lse.dtype)))',
         f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
     ]
 
 
-def _torch_script(trained: list[str], has_mask: bool, problem: Problem, call: str) -> list[str]:
+def _torch_script(
+    trained: list[str], has_mask: bool, problem: Problem, call: str, backward: bool
+) -> list[str]:
     """Returns lines that compute `found`, results by name, from the arrays `a`."""
     has_lse = problem.dlse is not None
     beside, results = trained[3:], _quoted("o", *(f"d{n}" for n in trained))
@@ -233,20 +249,31 @@ def _torch_script(trained: list[str], has_mask: bool, problem: Problem, call: st
         f"q, k, v, do = (torch.tensor(a[n], {to}) for n in ({_quoted(*WITH_HEADS)}))",
         *(f"{n} = torch.tensor(a[{_quoted(n)}], {to})" for n in beside),
         *(['mask = torch.tensor(a["mask"], device=device)'] if has_mask else []),
-        f"given = [x.requires_grad_() for x in ({', '.join(trained)})]",
-        f"result = {call}",
     ]
+    if backward:
+        lines += [
+            f"given = [x.requires_grad_() for x in ({', '.join(trained)})]",
+            f"result = {call}",
+        ]
+    else:
+        lines += ["with torch.no_grad():", f"    result = {call}"]
     if has_lse:
         lines += [
             "o, lse = result[:2]",
             'lse = lse if lse.shape == a["dlse"].shape else lse.swapaxes(1, 2)',
+        ]
+    else:
+        lines += ["o = result[0] if isinstance(result, (tuple, list)) else result"]
+    if not backward:
+        lines += ['found = {"o": o, "lse": lse}' if has_lse else 'found = {"o": o}']
+    elif has_lse:
+        lines += [
             'd_lse = torch.tensor(a["dlse"], device=device).to(lse.dtype)',
             "gradients = torch.autograd.grad([o, lse], given, [do.to(o.dtype), d_lse])",
             f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
         ]
     else:
         lines += [
-            "o = result[0] if isinstance(result, (tuple, list)) else result",
             "gradients = torch.autograd.grad(o, given, do.to(o.dtype))",
             f"found = dict(zip(({results}), (o, *gradients)))",
         ]
@@ -259,12 +286,29 @@ def jax_array(x: Any, dtype: Any) -> Any:
     return jax.device_put(x if dtype is None else np.asarray(x, jnp.dtype(dtype)))
 
 
+_DIFFERENTIATED = ("q", "k", "v", "bias", "sinks")
+
+
+def forward_results(attend: Any, x: Any) -> Any:
+    """Returns O and lse alone, by name; see `jax_gradients`."""
+    o, lse = attend(**{name: x[name] for name in (*_DIFFERENTIATED, "mask") if name in x})
+    return {"o": o, "lse": lse}
+
+
+def torch_results(attend: Any, x: Any) -> Any:
+    """As `forward_results`, as float32 on the host."""
+    import torch
+
+    with torch.no_grad():
+        return _on_the_host(forward_results(attend, x))
+
+
 def jax_gradients(attend: Any, x: Any) -> Any:
     """Returns O, lse and the gradients of q, k, v, bias and sinks, by name.
 
     `attend` returns O and an lse of dlse's shape, which may be None where there is no dlse.
     """
-    given = {name: x[name] for name in ("q", "k", "v", "bias", "sinks") if name in x}
+    given = {name: x[name] for name in _DIFFERENTIATED if name in x}
     mask = {name: x[name] for name in ("mask",) if name in x}
 
     def loss(given: Any) -> Any:
@@ -293,7 +337,7 @@ def torch_gradients(attend: Any, x: Any) -> Any:
     """
     import torch
 
-    given = {n: x[n].requires_grad_() for n in ("q", "k", "v", "bias", "sinks") if n in x}
+    given = {n: x[n].requires_grad_() for n in _DIFFERENTIATED if n in x}
     mask = {name: x[name] for name in ("mask",) if name in x}
     o, lse = attend(**given, **mask)
     total = (o.float() * x["do"].float()).sum()
@@ -301,4 +345,8 @@ def torch_gradients(attend: Any, x: Any) -> Any:
         total = total + (lse.float() * x["dlse"]).sum()
     gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True)
     found = {"o": o, "lse": lse, **{f"d{n}": dx for n, dx in zip(given, gradients, strict=True)}}
+    return _on_the_host(found)
+
+
+def _on_the_host(found: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x if x is None else x.detach().float().cpu().numpy() for n, x in found.items()}

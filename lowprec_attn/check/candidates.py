@@ -42,6 +42,8 @@ _CHOICES: tuple[Mapping[str, object], ...] = (
     {"row_sum": "rounded"},
     {"row_sum": "unrounded"},
 )
+# The fields that the forward pass does not read.
+_OF_BACKWARD = {"probs_bwd", "ds", "dp", "delta", "saved_output"}
 
 # Arithmetics of other libraries that are not presets. Eager attention in 16 bits, as in Hugging
 # Face's transformers, rounds the result of every operation: it rounds q kᵀ, and then its product
@@ -248,6 +250,7 @@ class Search:
         left_out: frozenset[tuple[int, str]] = frozenset(),
     ) -> None:
         self._emulation, self._exact, self._found = emulation, exact, found
+        self._backward = any(of is not None and "dq" in of for of in found)
         self._noises: dict[Numerics, dict[str, float]] = {}
         self._counted = {
             name: [
@@ -308,7 +311,7 @@ class Search:
                 attempt(dataclasses.replace(match.candidate, numerics=change))
         best = min(tried.values(), key=lambda m: m.distance)
         while True:
-            tries = map(attempt, _changed(best.candidate, self._emulation.dtype))
+            tries = map(attempt, _changed(best.candidate, self._emulation.dtype, self._backward))
             changed = [match for match in tries if match is not None]
             if not changed:
                 break
@@ -354,11 +357,13 @@ def _tiles_and_exponents(numerics: Numerics) -> Iterator[Numerics]:
         yield numerics.replace(exponent="scale_first")
 
 
-def _changed(candidate: Candidate, dtype: str) -> Iterator[Candidate]:
+def _changed(candidate: Candidate, dtype: str, backward: bool) -> Iterator[Candidate]:
     low = "float16" if dtype == "float16" else "bfloat16"
     rounded = ({point: fmt} for point in _ROUNDED for fmt in ("float32", low))
     changes: list[Mapping[str, object]] = [*rounded, *_CHOICES]
     for change in changes:
+        if not backward and _OF_BACKWARD.issuperset(change):
+            continue
         with contextlib.suppress(ValueError):  # choices that exclude each other
             numerics = candidate.numerics.replace(**change)
             if numerics != candidate.numerics:

@@ -9,7 +9,7 @@ import numpy as np
 from lowprec_attn.check import bugs, places, shrink
 from lowprec_attn.check.dependences import BY_MORE, TWO_RUNS
 from lowprec_attn.check.limits import Limits
-from lowprec_attn.check.measure import EVERY, RESULTS, WORDS, row_errors
+from lowprec_attn.check.measure import EVERY, WORDS, row_errors
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
@@ -42,7 +42,7 @@ class Cases:
         self._trials, self._limits, self._out = trials, limits, out
         self.risks: list[str] = []
         found = [trial.found for trial in trials.every if trial.found is not None]
-        self._is_zero = not any(x[n].any() for x in found for n in RESULTS)
+        self._is_zero = not any(x[n].any() for x in found for n in trials.target.results)
 
     def with_dependences(self, dependences: Sequence[Bug]) -> list[Bug]:
         """Returns the bugs of the problems, together with those of `Dependences`.

@@ -6,7 +6,7 @@ import numpy as np
 
 from lowprec_attn.check import places
 from lowprec_attn.check.limits import Limits
-from lowprec_attn.check.measure import RESULTS, WORDS, Found
+from lowprec_attn.check.measure import WORDS, Found
 from lowprec_attn.check.problems import part_of
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
@@ -28,7 +28,7 @@ class Dependences:
     """
 
     def __init__(self, trials: Trials, limits: Limits) -> None:
-        self._limits = limits
+        self._limits, self._names = limits, trials.target.results
         self.bugs: list[Bug] = []
         self.risks: list[str] = []
         self.notes: list[str] = []
@@ -38,10 +38,10 @@ class Dependences:
 
     def _compare(self, words: str, trial: Trial, other: Found) -> None:
         assert trial.found is not None
-        same = {n: trial.found[n][:, : other[n].shape[1]] for n in RESULTS}
+        same = {n: trial.found[n][:, : other[n].shape[1]] for n in self._names}
         limit = self._limits.of_feature(trial)
         bad, differ = {}, []
-        for n in RESULTS:
+        for n in self._names:
             unit = trial.exact.units[n][:, : other[n].shape[1]]
             with np.errstate(invalid="ignore"):
                 distance = np.linalg.norm(same[n] - other[n], axis=-1) / unit
@@ -103,4 +103,4 @@ def _alone(trials: Trials, trial: Trial) -> Found | None:
         if part is None:
             return None
         parts.append(part)
-    return {n: np.concatenate([part[n] for part in parts]) for n in RESULTS}
+    return {n: np.concatenate([part[n] for part in parts]) for n in trials.target.results}

@@ -53,6 +53,7 @@ def of_function(
         layout=options.layout or "BTNH",
         keywords=keywords,
         options={"enable_gqa": True} if like_torch and options.groups else {},
+        backward=options.backward,
     )
     return Target(
         name=f"{module}:{name}",
@@ -65,7 +66,8 @@ def of_function(
             | setting.names
         ),
         setting=setting,
-        lse_gradient=options.lse_gradient,
+        lse_gradient=options.lse_gradient and options.backward,
+        backward=options.backward,
         alignment=options.alignment,
         notes=notes,
         tokens=options.tokens or TOKENS,

@@ -18,7 +18,7 @@ import numpy as np
 from lowprec_attn.attention import reference
 from lowprec_attn.check.problems import Problem, products
 
-RESULTS = ("o", "dq", "dk", "dv")  # what every kernel returns
+RESULTS = ("o", "dq", "dk", "dv")  # what every kernel with a backward pass returns
 EVERY = (*RESULTS, "lse", "dsinks", "dbias")
 WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"} | {
     name: name for name in ("dsinks", "dbias")

@@ -67,6 +67,7 @@ class Report:
     Attributes:
       target, dtype: what was checked.
       setting: the scale, window, soft cap, sinks and bias that every problem had.
+      backward: whether the backward pass was checked as well.
       state: `right`, `risk` or `bug`.
       arithmetic: the arithmetic that explains the results, or None if bugs spoilt all of them.
       bugs: errors that no rounding explains.
@@ -85,6 +86,7 @@ class Report:
     target: str
     dtype: str
     setting: Setting
+    backward: bool
     state: State
     arithmetic: Arithmetic | None
     bugs: tuple[Bug, ...]

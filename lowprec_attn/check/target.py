@@ -9,7 +9,7 @@ import numpy as np
 from lowprec_attn.attention.validation import check_window
 from lowprec_attn.check import problems
 from lowprec_attn.check.calls import TargetError
-from lowprec_attn.check.measure import Found
+from lowprec_attn.check.measure import RESULTS, Found
 from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
 
 Alignment = Literal["start", "end"]
@@ -52,6 +52,8 @@ class Options:
         function takes it by its keyword, which is `bias` unless `keywords` gives another name.
       groups: whether the function takes fewer key heads than query heads.
       lse_gradient: whether to try the gradient of lse, if the function returns lse beside O.
+      backward: whether the function has a backward pass. Without one only O and a returned lse are
+        checked.
       alignment: whether the causal diagonal and the window are aligned at the first (`start`) or at
         the last (`end`) row and key, if the lengths differ; None: whichever fits its O better.
       numerics: the preset that this library's implementations compute.
@@ -69,6 +71,7 @@ class Options:
     bias: bool = False
     groups: bool = True
     lse_gradient: bool = True
+    backward: bool = True
     alignment: Alignment | None = None
     numerics: str = "flash"
     tokens: int | None = None
@@ -179,7 +182,7 @@ class Target:
       can: its abilities, from `ABILITIES`, and `lse` if it returns lse for problems that have a
         gradient of lse.
       setting: the settings that all its problems share.
-      lse_gradient, alignment: see `Options`.
+      lse_gradient, backward, alignment: see `Options`.
       script: takes a problem and the name of a file. Returns the arrays of this file and the lines
         of a script that reads it and runs the problem without this package. None: a script cannot
         import the function.
@@ -192,11 +195,17 @@ class Target:
     can: frozenset[str]
     setting: Setting = Setting()
     lse_gradient: bool = True
+    backward: bool = True
     alignment: Alignment | None = "start"
     script: Callable[[Problem, str], tuple[dict[str, Any], list[str]]] | None
     notes: tuple[str, ...] = ()
     tokens: int = TOKENS
     head_size: int = HEAD_SIZE
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results that every call returns."""
+        return RESULTS if self.backward else RESULTS[:1]
 
     @property
     def causal(self) -> bool:

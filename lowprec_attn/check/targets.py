@@ -52,6 +52,7 @@ def find(name: str, options: Options | None = None) -> Target:
         "keyword": options.keywords or None,
         "scale": options.scale,
         "alignment": options.alignment,
+        "no-backward": None if options.backward else True,
     }
     for flag, value in given.items():
         if value is not None:

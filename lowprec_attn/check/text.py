@@ -46,8 +46,13 @@ _SCORES = {
 _STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
 
 
-def described(numerics: Numerics) -> str:
-    """Describes the roundings of an arithmetic, in the order in which they are made."""
+def described(numerics: Numerics, backward: bool = True) -> str:
+    """Describes the roundings of an arithmetic, in the order in which they are made.
+
+    Args:
+      numerics: the arithmetic.
+      backward: whether to describe the backward pass as well.
+    """
     n = numerics
     scores = _SCORES.get(str(n.scores), str(n.scores))
     probs = "P divided by l, then" if n.normalize_probs else "P̄"
@@ -56,18 +61,17 @@ def described(numerics: Numerics) -> str:
         f"S in {scores}",
         f"{probs} in {n.probs}",
         *([] if n.pv.is_identity else [f"P̄V in {n.pv} at every step"]),
-        delta,
-        f"dP in {n.dp}",
-        f"dS in {n.ds}",
-        f"P of dV in {n.probs_bwd}",
     ]
+    if backward:
+        parts += [delta, f"dP in {n.dp}", f"dS in {n.ds}", f"P of dV in {n.probs_bwd}"]
     return ", ".join(parts)
 
 
 def lines(report: Report) -> Iterator[str]:
     """Yields the lines that the command prints."""
     tried = len(report.errors)
-    setting = f", {report.setting.words}" if report.setting.words else ""
+    words = [report.setting.words, "" if report.backward else "forward pass alone"]
+    setting = "".join(f", {word}" for word in words if word)
     yield from _wrapped(
         f"{report.target}, {report.dtype}{setting}: {headline(report)} ({many(tried, 'problem')})",
         "",
@@ -77,7 +81,7 @@ def lines(report: Report) -> Iterator[str]:
         yield from _bug(bug, i + 1)
     if report.arithmetic is not None:
         yield ""
-        yield from _arithmetic(report.arithmetic)
+        yield from _arithmetic(report.arithmetic, report.backward)
     for risk in report.risks:
         yield ""
         yield from _wrapped(f"Risk: {risk}.")
@@ -126,11 +130,11 @@ def _bug(bug: Bug, number: int) -> Iterator[str]:
         yield f"  shows it without this package, on {data}"
 
 
-def _arithmetic(found: Arithmetic) -> Iterator[str]:
+def _arithmetic(found: Arithmetic, backward: bool) -> Iterator[str]:
     preset = found.match.candidate.preset
     who = f", {_WHO[preset]}" if preset in _WHO and not found.match.candidate.changes else ""
     yield from _wrapped(f"Arithmetic: {found.name}{who}.")
-    yield from _wrapped(f"  {described(found.match.candidate.numerics)}.")
+    yield from _wrapped(f"  {described(found.match.candidate.numerics, backward)}.")
     if found.next is not None:
         name, times = found.next
         yield from _wrapped(f"  The next preset, {name}, is {times:.3g} times farther away.")
@@ -222,7 +226,10 @@ def as_json(report: Report) -> dict[str, Any]:
         fields = dataclasses.fields(report.arithmetic)
         named = {f.name: getattr(report.arithmetic, f.name) for f in fields if f.name != "match"}
         numerics = report.arithmetic.match.candidate.numerics
-        found["arithmetic"] = named | {"numerics": str(numerics), "words": described(numerics)}
+        found["arithmetic"] = named | {
+            "numerics": str(numerics),
+            "words": described(numerics, report.backward),
+        }
     return {"headline": headline(report)} | found
 
 

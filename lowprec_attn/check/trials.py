@@ -11,7 +11,7 @@ import numpy as np
 from lowprec_attn.check import problems
 from lowprec_attn.check.calls import ResultError, TargetError
 from lowprec_attn.check.functions import refusal_of
-from lowprec_attn.check.measure import RESULTS, WORDS, Exact, Found, exact, row_errors
+from lowprec_attn.check.measure import WORDS, Exact, Found, exact, row_errors
 from lowprec_attn.check.problems import DTYPES, Problem
 from lowprec_attn.check.target import Target, aligned
 from lowprec_attn.errors import lacks_its_platform
@@ -72,10 +72,11 @@ class Trials:
         self.core = [self.run(p) for p in self._set(problems.core(dtype, **sized))]
         if all(trial.found is None for trial in self.core):
             first = self.core[0]
+            others = ["another device", *(["--no-backward"] if target.backward else [])]
             raise TargetError(
                 f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: "
-                f"{first.refusal.rstrip('.')}; try another --dtype or --head-size, or another "
-                "device"
+                f"{first.refusal.rstrip('.')}; try another --dtype or --head-size, or "
+                f"{' or '.join(others)}"
             )
         extremes = self._set(problems.extremes(dtype, **sized))
         self.features = self._features(problems.features(dtype, **options), options)
@@ -100,7 +101,7 @@ class Trials:
                     raise
                 return Trial(problem, of, None, {}, refusal_of(error, said))
         self._pass_on(said)
-        for name in RESULTS:
+        for name in self.target.results:
             if found[name].shape != of.found[name].shape:
                 raise TargetError(
                     f"{WORDS[name]} of {self.target.name} has the shape {found[name].shape}, not "

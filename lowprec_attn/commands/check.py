@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether it takes fewer key heads than query heads",
     )
     add(
+        "--backward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether it has a backward pass; if not, O and a returned lse alone are checked",
+    )
+    add(
         "--alignment",
         choices=("start", "end"),
         help="end of the causal diagonal if lengths differ (default: found from O)",

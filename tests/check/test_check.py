@@ -19,9 +19,11 @@ import pytest
 from benchmarks import check_confusion
 from benchmarks.planted import ARITHMETICS, BUGS, OF_FULL, ONLY_WITH, Planted
 from lowprec_attn import check
+from lowprec_attn.attention import dot_product_attention
 from lowprec_attn.check import candidates, inputs, limits, measure, problems, training
 from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
+from lowprec_attn.numerics import PRESETS
 from lowprec_attn.testing import assert_attention
 
 SMALL = {"tokens": 64, "head_size": 32}
@@ -226,6 +228,72 @@ def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
                  "--tokens=64", "--head-size=32", f"--out={tmp_path}"]) == 4  # fmt: skip
 
 
+@jax.custom_vjp
+def no_way_back(x):
+    return x
+
+
+def _refuse(x):
+    raise NotImplementedError("no backward pass")
+
+
+no_way_back.defvjp(_refuse, _refuse)
+
+
+def one_way(q, k, v):
+    o, lse = dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    return no_way_back(o), lse
+
+
+def one_way_in_base_2(q, k, v):
+    o, lse = one_way(q, k, v)
+    return o, lse / jnp.log(2)
+
+
+FORWARD = {"causal": True, "framework": "jax", "backward": False, **SMALL}
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_kernel_without_a_backward_pass_is_judged_by_o_and_lse():
+    report = assert_attention(one_way, arithmetic="flash", allow_risk=False, **FORWARD)
+    with pytest.raises(check.TargetError, match=r"no backward pass; try .* or --no-backward"):
+        assert_attention(one_way, **FORWARD | {"backward": True})
+    assert report.effects == report.cures == {} and not report.backward
+    assert {frozenset(errors) for errors in report.errors.values()} == {frozenset(("o", "lse"))}
+    assert not any("gradient" in name for name in report.errors)
+    words = "\n".join(check.lines(report))
+    assert "bfloat16, forward pass alone: right, no bug" in words
+    assert "S in float32, P̄ in bfloat16." in words and "dS" not in words
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_bug_of_the_forward_pass_alone_leaves_a_script(tmp_path):
+    report = check.check(
+        check.of_function(one_way_in_base_2, check.Options(**FORWARD)), out=tmp_path
+    )
+    (bug,) = report.bugs
+    assert (bug.name, bug.results) == ("lse is in base 2", ("lse",))
+    data, script = bug.files
+    assert not {"dq_float64", "dk_float64", "dv_float64"} & {*np.load(data)}
+    own = f"import sys; sys.path[:0] = {sys.path!r}\n{Path(script).read_text()}"
+    done = subprocess.run(
+        [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    errors = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines()}
+    assert {*errors} == {"o", "lse"} and errors["lse"] > 0.1 > 10 * errors["o"]
+
+
+def test_changes_of_the_backward_pass_explain_no_forward_pass():
+    """They would be listed as arithmetics that cannot be told apart."""
+    flash = candidates.Candidate("flash", PRESETS["flash"], PRESETS["flash"])
+    both, forward = (
+        {field for c in candidates._changed(flash, "bfloat16", way) for field in c.changes}
+        for way in (True, False)
+    )
+    assert both - forward == {"probs_bwd", "ds", "dp", "delta", "saved_output"}
+
+
 @pytest.mark.usefixtures("few_candidates")
 def test_a_race_that_spoils_one_call_is_said_to_be_one():
     """The second runs of `Dependences` come too late to see it."""
@@ -364,6 +432,7 @@ def test_alignment_is_seen_in_o_or_as_asked():
         (["jax.nn", "--seed=-1"], "--seed must be 0 or more and below 4294967296, got -1"),
         (["jax.nn", "--scale=0.5"], "--scale goes with MODULE:FUNCTION; leave it out for jax.nn"),
         (["jax.nn", "--layout=BNTH"], "--layout goes with MODULE:FUNCTION"),
+        (["jax.nn", "--no-backward"], "--no-backward goes with MODULE:FUNCTION; leave it out for"),
         (["jax.nn", "--numerics=flash"], "--numerics goes with lowprec_attn; leave it out for jax"),
         *(
             ([f"{__name__}:attention", "--causal", f"--scale={scale}"], f"{of} 0, got {scale}")

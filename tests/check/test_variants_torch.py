@@ -1,9 +1,11 @@
 """`check` of PyTorch's functions, and of eager attention functions as in transformers."""
 
 import functools
+import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -45,6 +47,31 @@ def test_a_function_with_the_parameters_of_sdpa_is_called_as_that(few_candidates
     assert "grouped heads" in report.errors  # so it was called with enable_gqa
     assert any("called as scaled_dot_product_attention" in note for note in report.notes)
     assert target.can >= {"causal", "full", "scale"}
+
+
+def one_way(q, k, v):
+    """Leaves the last key out, without a backward pass."""
+    with torch.no_grad():
+        scores = masked_scores(q, k, q.shape[-1] ** -0.5, True, None).float()
+        scores[..., -1] = torch.where(scores[..., -1] > -1e30, -1e30, scores[..., -1])
+        return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+
+
+def test_a_kernel_without_a_backward_pass_has_a_bug_and_a_script(few_candidates, tmp_path):
+    options = {"causal": True, "framework": "torch", "layout": "BNTH", "groups": False, **SMALL}
+    with pytest.raises(check.TargetError, match=r"does not require grad.* or --no-backward"):
+        check.check(check.of_function(one_way, check.Options(**options)))
+    target = check.of_function(one_way, check.Options(backward=False, **options))
+    report = check.check(target, out=tmp_path)
+    assert report.state == "bug" and report.bugs[0].results == ("o",)
+    script = Path(report.bugs[0].files[1]).read_text()
+    own = f"import sys; sys.path[:0] = {sys.path!r}\n{script}"
+    done = subprocess.run(
+        [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    name, *_, error, at, _, _, _, _ = done.stdout.split()
+    assert (name, at) == ("o", "at") and float(error) > 0.01
 
 
 def masked_scores(q, k, scaling, is_causal, attention_mask, sliding_window=None, softcap=None):
