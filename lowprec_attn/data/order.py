@@ -29,6 +29,9 @@ def skipping(order: Order, count: int) -> Order:
 class SeededOrder:
     """An order drawn from a seed, uniform over the windows 0 … token_count − context − 1.
 
+    Windows are drawn with replacement, as nanoGPT draws them. When a run has read as many tokens as
+    the text has, which its first lines call an epoch, it has seen 1 − 1/e of the text, 63 %.
+
     It is a pure function of the step and the fields. NumPy keeps the raw 64-bit words of Philox
     stable between versions (NEP 19), unlike `Generator.integers`. A window is the remainder of a
     word, whose bias is below token_count / 2⁶⁴.
