@@ -146,8 +146,10 @@ def _implementation(
         platform=platform,
     )
     if (function := settings.attention.function) is not None:
-        computes = f"which `{function}` is taken to have; it computes all layers"
-        return computes + ", and runs may differ in bits" * (platform == "gpu")
+        return (
+            f"which `{function}` is taken to have; it computes all layers, on a GPU not always to "
+            "the same bits"
+        )
     name = attention.resolve(request, settings.attention.implementation)
     exponent = attention.exponent_of(request, settings.attention.implementation)
     return f"computed by `{name}`, exponents {exponent}"

@@ -106,6 +106,7 @@ def test_the_announcement_names_the_function():
     (line,) = arithmetic(tiny_settings(attention__function="jax.nn:cudnn"))
     assert "`jax.nn:cudnn`" in line
     assert "computed by" not in line
+    assert "on a GPU not always to the same bits" in line
 
 
 @pytest.mark.parametrize(
