@@ -64,12 +64,10 @@ class Function:
         def compiled(values: tuple[tuple[str, Any], ...], *expected: Any) -> Callable[..., Any]:
             attend = functools.partial(self._attend, dict(values), *expected)
             if self.framework == "torch":
-                return functools.partial(
-                    torch_gradients if self.backward else torch_results, attend
-                )
-            return jax.jit(
-                functools.partial(jax_gradients if self.backward else forward_results, attend)
-            )
+                run = torch_gradients if self.backward else torch_results
+                return functools.partial(run, attend)
+            run = jax_gradients if self.backward else forward_results
+            return jax.jit(functools.partial(run, attend))
 
         def call(problem: Problem) -> Found:
             array = torch_array if self.framework == "torch" else jax_array
