@@ -61,6 +61,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.remat = placeholder(str)  # nothing_saveable: recompute every block
     config.model.qk_norm = False  # True: divide q and k by their RMS, times a learned scale
     config.model.soft_cap = placeholder(float)  # c of c · tanh(score / c); Gemma 2 uses 50
+    config.model.embedding_mean = placeholder(float)  # c: all tokens start with one vector of ±c
     config.model.sinks = False  # True: every head has a learned score without a key, as in gpt-oss
 
     config.attention.numerics = "flash"

@@ -134,7 +134,7 @@ def init_std(settings: Any) -> float:
     return stds[settings.init]
 
 
-def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..., Array]:
+def about_common_vector(init: Callable[..., Array], size: float) -> Callable[..., Array]:
     """Returns an initialiser that adds one random vector of entries ±`size` to all rows."""
 
     def rows(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
@@ -427,7 +427,7 @@ class GPT2(Decoder):
         embed = {"dtype": jnp.float32, "param_dtype": jnp.float32, "embedding_init": normal}
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         if settings.embedding_mean:
-            embed["embedding_init"] = _about_common_vector(normal, settings.embedding_mean)
+            embed["embedding_init"] = about_common_vector(normal, settings.embedding_mean)
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
         self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
         self.norm = LayerNorm(settings.width, dtype, rngs, bool(settings.biases))

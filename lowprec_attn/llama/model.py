@@ -20,6 +20,7 @@ from lowprec_attn.gpt2.model import (
     Attended,
     Block,
     Decoder,
+    about_common_vector,
     init_std,
     linear,
     require_shape,
@@ -119,7 +120,8 @@ class Llama(Decoder):
     ) -> None:
         require_shape(settings, attention)
         normal = nnx.initializers.normal(init_std(settings))
-        table = {"param_dtype": jnp.float32, "dtype": jnp.float32, "embedding_init": normal}
+        rows = about_common_vector(normal, c) if (c := settings.embedding_mean) else normal
+        table = {"param_dtype": jnp.float32, "dtype": jnp.float32, "embedding_init": rows}
         shape = (settings.vocab_size, settings.width)
         self.tokens = nnx.Embed(*shape, **table, rngs=rngs)
         self.blocks = nnx.List([LlamaBlock(settings, layer, rngs) for layer in attention.layers])

@@ -22,6 +22,8 @@ class LlamaSettings:
       tied: whether the output layer is the embedding table.
       rope_theta: base of the rotation's frequencies θ^(−2i/H).
       norm_eps: ε of every RMSNorm.
+      embedding_mean: c ≥ 0; one vector of entries ±c is added to all initial token embeddings. None
+        is 0.
       init, activation_dtype, logits_dtype, z_loss, remat: see `gpt2.settings.ModelSettings`.
       qk_norm: q and k of every head pass an RMSNorm before they are rotated, as in Qwen3.
       soft_cap: c of scores c · tanh(score / c), as in Gemma 2; None for no cap.
@@ -48,7 +50,8 @@ class LlamaSettings:
     qk_norm: bool
     soft_cap: float | None
     sinks: bool
-    remat: Remat | None = None  # configs of earlier versions lack it
+    remat: Remat | None = None  # configs of earlier versions lack it, and the next
+    embedding_mean: float | None = None
 
     @property
     def biases(self) -> bool:

@@ -40,7 +40,10 @@ def section_of(field: str) -> str:
 
 # Points and settings that were added after digests of configs were first taken. `flat` leaves them
 # out where they are None, so that they do not change the digest of an earlier config.
-_YOUNGER = ("recomputed_probs", "divided_in_dv", "query", "key", "do", "remat", "function")
+_YOUNGER = (
+    *("recomputed_probs", "divided_in_dv", "query", "key", "do", "remat", "function"),
+    "embedding_mean",
+)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,6 +195,8 @@ def _check_llama(model: Any, require: Callable[..., None]) -> None:
     require("head_size", lambda x: x % 2 == 0, "even, for RoPE turns pairs of channels")
     require("rope_theta", lambda x: 0 < x < math.inf, "positive and finite")
     require("norm_eps", _is_finite, "0 or more and finite")
+    bound = "0 or more and finite, or None"
+    require("embedding_mean", lambda x: x is None or _is_finite(x), bound)
     within = "from 1e-30 to 1e30, or None"  # float32 then holds the cap and score / cap
     require("soft_cap", lambda x: x is None or 1e-30 <= x <= 1e30, within)
 

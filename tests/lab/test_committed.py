@@ -732,7 +732,6 @@ PICTURES = {
     "laptop": ("laptop",),
     "nanogpt": ("true_bfloat16/nanogpt",),
     "failure_delta": ("failure/delta_small",),
-    "failure_edge": ("failure/edge_gpt2",),
     "failure_edge_long": ("failure/edge_long",),
     "failure_output": ("failure/output_small",),
     "failure_delta_value": ("failure/delta_size_cpu",),

@@ -1,5 +1,5 @@
 import pytest
-from tiny import tiny_config
+from tiny import llama_config, tiny_config
 
 from configs import gpt2_bf16, gpt2_bf16_dynamic_max
 from lowprec_attn import numerics
@@ -141,8 +141,9 @@ def test_a_built_in_text_stands_beside_no_path():
 
 
 @pytest.mark.parametrize("mean", [-1.0, float("inf"), float("nan")])
-def test_a_mean_of_the_embeddings_is_finite(mean):
-    config = tiny_config()
+@pytest.mark.parametrize("make", [tiny_config, llama_config])
+def test_a_mean_of_the_embeddings_is_finite(make, mean):
+    config = make()
     config["model"].update(embedding_mean=mean)
     with pytest.raises(ConfigError, match=r"model\.embedding_mean must be 0 or more and finite"):
         train_settings(config)

@@ -8,7 +8,7 @@ import optax
 import pytest
 from compiling import OPTIMIZED
 from flax import nnx
-from tiny import tiny_settings, with_optimizer
+from tiny import llama_settings, tiny_settings, with_optimizer
 
 from configs import gpt2_bf16
 from lowprec_attn import attention
@@ -17,6 +17,7 @@ from lowprec_attn.gpt2 import loss as loss_module
 from lowprec_attn.gpt2.layers import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend, parameter_count
+from lowprec_attn.llama.model import Llama
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.devices import (
     compiler_options,
@@ -483,14 +484,19 @@ def test_runs_of_other_seeds_or_periods_are_the_same_programs():
     assert not all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
-def test_positions_start_with_a_common_vector():
-    settings = tiny_settings(devices=1, steps=20)
-    model = dataclasses.replace(settings.model, embedding_mean=1.5)
-    rows = GPT2(model, settings.attention, nnx.Rngs(0)).positions.embedding[...]
+@pytest.mark.parametrize(
+    ("make", "model", "table"), [(tiny_settings, GPT2, "positions"), (llama_settings, Llama, "tokens")]
+)
+def test_embeddings_start_with_a_common_vector(make, model, table):
+    settings = make(devices=1, steps=20)
+
+    def rows_of(shape):
+        return getattr(model(shape, settings.attention, nnx.Rngs(0)), table).embedding[...]
+
+    rows = rows_of(dataclasses.replace(settings.model, embedding_mean=1.5))
     signs = jnp.sign(rows)
     assert bool(jnp.all(signs == signs[:1]))
-    assert 0 < int(jnp.sum(signs[0] > 0)) < model.width
+    assert 0 < int(jnp.sum(signs[0] > 0)) < settings.model.width
     spread = rows - 1.5 * signs  # like embeddings without a mean
     assert 0.015 < float(jnp.std(spread)) < 0.025
-    plain = GPT2(settings.model, settings.attention, nnx.Rngs(0)).positions.embedding[...]
-    assert abs(float(jnp.mean(jnp.abs(plain)))) < 0.05
+    assert abs(float(jnp.mean(jnp.abs(rows_of(settings.model))))) < 0.05
