@@ -718,6 +718,63 @@ def test_the_page_of_8_bits_has_the_largest_scores_of_the_records():
             assert float(text.replace(",", "")) == shown, (name, texts)
 
 
+def test_the_page_of_the_rotation_has_what_the_records_have():
+    directory = RESULTS / "laptop_rope"
+    page, largest = (directory / "README.md").read_text(), largest_after_the_start(directory)
+    runs = _by_arm(directory)
+    rows = re.findall(
+        r"^\| `(\w+)`[^|]* \| (\d+) \| \**([^|*]+)\** \| ([^|]+) \|$", page, re.MULTILINE
+    )
+    assert {name for name, *_ in rows} == set(runs) == set(largest)
+    for name, still, scores, losses in rows:
+        turned = 64 * float(name.split("_")[1]) ** (-np.arange(32) / 32)
+        assert int(still) == np.sum(turned < 1)
+        digits = (2 if value < 100 else 3 for value in largest[name])
+        shown = (float(f"{x:.{n}g}") for x, n in zip(largest[name], digits, strict=True))
+        assert scores.split(", ") == [f"{x:,.0f}" for x in shown], name
+        assert losses.split(", ") == [f"{run.val_losses[400]:.3f}" for run in runs[name]], name
+    times = {
+        base: sorted(np.divide(largest[f"flash_{base}"], largest[f"exact_{base}"]))
+        for base in ("1e30", "1e4", "100", "10")
+    }
+    least, *_, most = times["1e30"]
+    assert f"are {least:.0f} to {float(f'{most:.2g}'):.0f} times those" in page
+    least, *_, most = times["1e4"]
+    assert f"are {least:.1f} to {most:.0f} times those" in page
+    apart = sorted(times["100"] + times["10"])
+    assert max(apart[:3]) < 1
+    assert f"are {apart[3]:.0f} to {apart[5]:.0f} times as\n  large in three pairs of six" in page
+    begun = {name: [_error_of_learning_heads(run, 50) for run in of] for name, of in runs.items()}
+    flash = [error for name, errors in begun.items() if "flash" in name for error in errors]
+    assert (len(flash), f"{int(100 * min(flash)) / 100}") == (15, "0.97")
+    cured = [error for name, errors in begun.items() if "normalized" in name for error in errors]
+    assert (len(cured), max(cured) < 1e-5) == (6, True)
+    held = [error for name, errors in begun.items() if "exact" in name for error in errors]
+    assert (f"{min(held):.3f}", f"{max(held):.0f}") == ("0.001", "1")
+    learned = {
+        arithmetic: [
+            (run.val_losses[400] < 4, largest[name][place])
+            for name, of in runs.items()
+            if ("flash" in name) == (arithmetic == "flash")
+            for place, run in enumerate(of)
+        ]
+        for arithmetic in ("flash", "others")
+    }
+    assert [(sum(x for x, _ in of), len(of)) for of in learned.values()] == [(3, 15), (11, 18)]
+    grown = [score for has_learned, score in learned["others"] if has_learned]
+    assert f"to {min(grown):.0f} to {float(f'{max(grown):.3g}'):,.0f}: a score" in page
+
+
+def _error_of_learning_heads(run: records.ArmRecord, step: int) -> float:
+    """The largest error of W_Q's gradient of heads with 1e-4 of their layer's largest gradient."""
+    errors = []
+    for layer in run.signals[step]:
+        true = np.array(layer["query_weight_gradient_exact"])
+        of_heads = np.array(layer["query_weight_gradient_error_relative"])
+        errors.append(np.max(of_heads[true >= 1e-4 * np.max(true)]))
+    return float(max(errors))
+
+
 def test_nothing_lies_between_the_two_groups_of_arms_on_a_laptop():
     largest = largest_after_the_start(RESULTS / "laptop_causes").values()
     ran_away = [value for values in largest for value in values if min(values) > 1]

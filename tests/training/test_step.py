@@ -485,7 +485,8 @@ def test_runs_of_other_seeds_or_periods_are_the_same_programs():
 
 
 @pytest.mark.parametrize(
-    ("make", "model", "table"), [(tiny_settings, GPT2, "positions"), (llama_settings, Llama, "tokens")]
+    ("make", "model", "table"),
+    [(tiny_settings, GPT2, "positions"), (llama_settings, Llama, "tokens")],
 )
 def test_embeddings_start_with_a_common_vector(make, model, table):
     settings = make(devices=1, steps=20)
