@@ -88,7 +88,7 @@ class Function:
         return call
 
     def script(self, problem: Problem, data: str) -> tuple[dict[str, Any], list[str]]:
-        """Returns the arrays of a file named `data`, and the lines of a script that reads it.
+        """Returns the arrays of a file named `data`, and the lines of a script beside it.
 
         The script calls the function and prints the largest difference of every result from
         float64. It needs NumPy, the framework and the function. The arrays are those of a call, in
@@ -108,11 +108,13 @@ class Function:
         call = ", ".join(["q, k, v", *(f"{name}={value}" for name, value in given.items())])
         run = _torch_script if self.framework == "torch" else _jax_script
         return saved, [
+            "import pathlib",
             "import numpy as np",
             f"import {self.framework}",
             *self.head,
             "",
-            f"a = np.load({_quoted(data)})  # {problem.name}: {problem.about}",
+            f"# {problem.name}: {problem.about}",
+            f"a = np.load(pathlib.Path(__file__).with_name({_quoted(data)}))",
             *run(trained, "mask" in beside, problem, f"{self.name}({call})", self.backward),
             "for name, x in found.items():",
             '    error = np.abs(np.asarray(x, np.float64) - a[name + "_float64"])',
@@ -207,16 +209,16 @@ def _jax_script(
         *(['mask = jax.numpy.asarray(a["mask"])'] if has_mask else []),
         "",
         "",
-        f"def attend({parameters}):",
+        f"def returned({parameters}):",
         f"    result = {call}",
     ]
     if not has_lse:
         lines += ["    return result[0] if isinstance(result, (tuple, list)) else result", "", ""]
         if not backward:
-            return [*lines, f'found = {{"o": attend({parameters})}}']
+            return [*lines, f'found = {{"o": returned({parameters})}}']
         return [
             *lines,
-            f"o, pullback = jax.vjp(attend, {parameters})",
+            f"o, pullback = jax.vjp(returned, {parameters})",
             f"found = dict(zip(({results}), (o, *pullback(do.astype(o.dtype)))))",
         ]
     lines += [
@@ -226,10 +228,10 @@ def _jax_script(
         "",
     ]
     if not backward:
-        return [*lines, f'found = dict(zip(("o", "lse"), attend({parameters})))']
+        return [*lines, f'found = dict(zip(("o", "lse"), returned({parameters})))']
     return [
         *lines,
-        f"(o, lse), pullback = jax.vjp(attend, {parameters})",
+        f"(o, lse), pullback = jax.vjp(returned, {parameters})",
         'gradients = pullback((do.astype(o.dtype), jax.numpy.asarray(a["dlse"], lse.dtype)))',
         f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
     ]
