@@ -24,7 +24,7 @@ class TargetError(UserError):
 
 
 class ResultError(TargetError):
-    """A function returns something other than O, or O and more; the message says what."""
+    """A function has run, and its results cannot be judged; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Function:
         [#B, 1, T, S]), `window`, `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]) that it takes.
       options: further keywords that every call passes, and their values.
       backward: whether it has a backward pass; without one only O and lse are computed.
+      notes: sentences about what it returned, which its calls add.
     """
 
     function: Callable[..., Any]
@@ -52,6 +53,7 @@ class Function:
     keywords: Mapping[str, str]
     options: Mapping[str, Any]
     backward: bool = True
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.layout not in ("BTNH", "BNTH"):
@@ -79,8 +81,10 @@ class Function:
             found = compiled(tuple(self._values(problem).items()), *expected)(x)
             without = [n.removeprefix("d") for n, x in found.items() if n != "lse" and x is None]
             if without:
-                raise TargetError(
-                    f"no gradient reaches {', '.join(without)}; the function must be differentiable"
+                no_refusal = set(without) & {"q", "k", "v"}  # a kernel may lack sinks' gradient
+                raise (ResultError if no_refusal else TargetError)(
+                    f"no gradient of {self.name} reaches {', '.join(without)}; the function must "
+                    "be differentiable, or take --no-backward"
                 )
             there = {n: np.asarray(x) for n, x in found.items() if x is not None}
             return as_rows({n: self._turned(n, x.astype(np.float64)) for n, x in there.items()})
@@ -131,6 +135,10 @@ class Function:
         result = self.function(q, k, v, **given, **values)
         o, lse = (*result, None, None)[:2] if isinstance(result, tuple | list) else (result, None)
         self._require_o(o, (*q.shape[:3], v.shape[3]))
+        if o.dtype != q.dtype:
+            one, other = (str(x.dtype).removeprefix("torch.") for x in (o, q))
+            note = f"O is {one}, and q, k and v are {other}: what follows computes in {one}"
+            self.notes.extend({note} - {*self.notes})
         shape, (b, t, n) = tuple(getattr(lse, "shape", ())), rows
         if shape != rows:
             lse = lse.swapaxes(1, 2) if shape == (b, n, t) else None

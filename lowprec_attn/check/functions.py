@@ -72,6 +72,7 @@ def of_function(
         backward=options.backward,
         alignment=options.alignment,
         notes=notes,
+        seen=called.notes,
         tokens=options.tokens or TOKENS,
         head_size=options.head_size or HEAD_SIZE,
     )

@@ -360,6 +360,20 @@ def test_a_script_of_a_function_without_a_name_is_refused(function, tmp_path):
     assert check.of_function(attention, check.Options(causal=True, framework="jax")).script
 
 
+def widened(q, k, v):
+    return attention(q, k, v, is_causal=True).astype(jnp.float32)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_dtype_of_o_that_is_not_the_arrays_is_noted_once():
+    report = check.check(
+        check.of_function(widened, check.Options(causal=True, framework="jax", **SMALL))
+    )
+    assert report.bugs == ()
+    note = "O is float32, and q, k and v are bfloat16: what follows computes in float32"
+    assert report.notes.count(note) == 1
+
+
 def listed(q, k, v):
     return [attention(q, k, v), jnp.zeros(q.shape[:3])]
 

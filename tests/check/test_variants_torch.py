@@ -66,6 +66,16 @@ def test_a_kernel_without_a_backward_pass_has_a_bug_and_a_script(few_candidates,
     assert {*errors} == {"o"} and errors["o"] > 0.01
 
 
+def with_constant_keys(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k.detach(), v, is_causal=True)
+
+
+def test_a_lacking_gradient_of_k_is_no_refusal_of_the_sizes():
+    options = {"causal": True, "framework": "torch", "layout": "BNTH", **SMALL}
+    with pytest.raises(check.TargetError, match=r"^no gradient of with_constant_keys reaches k; "):
+        check.check(check.of_function(with_constant_keys, check.Options(**options)))
+
+
 def masked_scores(q, k, scaling, is_causal, attention_mask, sliding_window=None, softcap=None):
     s = torch.matmul(q, k.transpose(2, 3)) * scaling
     if softcap is not None:
@@ -126,7 +136,7 @@ def test_sinks_without_a_gradient_are_refused_and_with_a_wrong_one_a_bug():
     options = check.Options(layout="BNTH", keywords=SINKS, framework="torch", **SMALL)
     report = check.check(check.of_function(detached, options), "float32")
     assert report.bugs == ()
-    assert "no gradient reaches sinks" in report.refused["attention sinks"]
+    assert "no gradient of detached reaches sinks" in report.refused["attention sinks"]
     report = check.check(check.of_function(negated, options), "float32")
     assert [bug.name for bug in report.bugs] == ["dsinks has the wrong sign"]
 
