@@ -116,7 +116,6 @@ class Function:
             "import numpy as np",
             f"import {self.framework}",
             *self.head,
-            "",
             f"# {problem.name}: {problem.about}",
             f"a = np.load(pathlib.Path(__file__).with_name({_quoted(data)}))",
             *run(trained, "mask" in beside, problem, f"{self.name}({call})", self.backward),

@@ -105,7 +105,7 @@ def _found_again(module: str) -> tuple[str, ...]:
     folder = None if place is None else str(Path(place).resolve().parent)
     if folder is None or folder in sysconfig.get_paths().values():
         return ()
-    return "import sys", "", f"sys.path.append({folder!r})"
+    return "import sys", f"sys.path.append({folder!r})"
 
 
 def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Options, tuple[str, ...]]:
