@@ -39,7 +39,9 @@ def name(
     if best is None:
         return None
     _, words, which = best
-    return words.replace("{}", " and ".join(WORDS[n] for n in sorted(which))), which
+    *others, last = (WORDS[n] for n in exact.found if n in which)
+    named = f"each of {', '.join(others)} and {last}" if others else last
+    return words.replace("{}", named), which
 
 
 def _rms(errors: np.ndarray) -> float:

@@ -24,7 +24,7 @@ class TargetError(UserError):
 
 
 class ResultError(TargetError):
-    """A function returns something other than O, or O and more; the message says what."""
+    """A function has run, and its results cannot be judged; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Function:
         [#B, 1, T, S]), `window`, `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]) that it takes.
       options: further keywords that every call passes, and their values.
       backward: whether it has a backward pass; without one only O and lse are computed.
+      notes: sentences about what it returned, which its calls add.
     """
 
     function: Callable[..., Any]
@@ -52,6 +53,7 @@ class Function:
     keywords: Mapping[str, str]
     options: Mapping[str, Any]
     backward: bool = True
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.layout not in ("BTNH", "BNTH"):
@@ -79,8 +81,10 @@ class Function:
             found = compiled(tuple(self._values(problem).items()), *expected)(x)
             without = [n.removeprefix("d") for n, x in found.items() if n != "lse" and x is None]
             if without:
-                raise TargetError(
-                    f"no gradient reaches {', '.join(without)}; the function must be differentiable"
+                no_refusal = set(without) & {"q", "k", "v"}  # a kernel may lack sinks' gradient
+                raise (ResultError if no_refusal else TargetError)(
+                    f"no gradient of {self.name} reaches {', '.join(without)}; the function must "
+                    "be differentiable, or take --no-backward"
                 )
             there = {n: np.asarray(x) for n, x in found.items() if x is not None}
             return as_rows({n: self._turned(n, x.astype(np.float64)) for n, x in there.items()})
@@ -88,7 +92,7 @@ class Function:
         return call
 
     def script(self, problem: Problem, data: str) -> tuple[dict[str, Any], list[str]]:
-        """Returns the arrays of a file named `data`, and the lines of a script that reads it.
+        """Returns the arrays of a file named `data`, and the lines of a script beside it.
 
         The script calls the function and prints the largest difference of every result from
         float64. It needs NumPy, the framework and the function. The arrays are those of a call, in
@@ -108,11 +112,12 @@ class Function:
         call = ", ".join(["q, k, v", *(f"{name}={value}" for name, value in given.items())])
         run = _torch_script if self.framework == "torch" else _jax_script
         return saved, [
+            "import pathlib",
             "import numpy as np",
             f"import {self.framework}",
             *self.head,
-            "",
-            f"a = np.load({_quoted(data)})  # {problem.name}: {problem.about}",
+            f"# {problem.name}: {problem.about}",
+            f"a = np.load(pathlib.Path(__file__).with_name({_quoted(data)}))",
             *run(trained, "mask" in beside, problem, f"{self.name}({call})", self.backward),
             "for name, x in found.items():",
             '    error = np.abs(np.asarray(x, np.float64) - a[name + "_float64"])',
@@ -129,6 +134,10 @@ class Function:
         result = self.function(q, k, v, **given, **values)
         o, lse = (*result, None, None)[:2] if isinstance(result, tuple | list) else (result, None)
         self._require_o(o, (*q.shape[:3], v.shape[3]))
+        if o.dtype != q.dtype:
+            one, other = (str(x.dtype).removeprefix("torch.") for x in (o, q))
+            note = f"O is {one}, and q, k and v are {other}: what follows computes in {one}"
+            self.notes.extend({note} - {*self.notes})
         shape, (b, t, n) = tuple(getattr(lse, "shape", ())), rows
         if shape != rows:
             lse = lse.swapaxes(1, 2) if shape == (b, n, t) else None
@@ -207,16 +216,16 @@ def _jax_script(
         *(['mask = jax.numpy.asarray(a["mask"])'] if has_mask else []),
         "",
         "",
-        f"def attend({parameters}):",
+        f"def returned({parameters}):",
         f"    result = {call}",
     ]
     if not has_lse:
         lines += ["    return result[0] if isinstance(result, (tuple, list)) else result", "", ""]
         if not backward:
-            return [*lines, f'found = {{"o": attend({parameters})}}']
+            return [*lines, f'found = {{"o": returned({parameters})}}']
         return [
             *lines,
-            f"o, pullback = jax.vjp(attend, {parameters})",
+            f"o, pullback = jax.vjp(returned, {parameters})",
             f"found = dict(zip(({results}), (o, *pullback(do.astype(o.dtype)))))",
         ]
     lines += [
@@ -226,10 +235,10 @@ def _jax_script(
         "",
     ]
     if not backward:
-        return [*lines, f'found = dict(zip(("o", "lse"), attend({parameters})))']
+        return [*lines, f'found = dict(zip(("o", "lse"), returned({parameters})))']
     return [
         *lines,
-        f"(o, lse), pullback = jax.vjp(attend, {parameters})",
+        f"(o, lse), pullback = jax.vjp(returned, {parameters})",
         'gradients = pullback((do.astype(o.dtype), jax.numpy.asarray(a["dlse"], lse.dtype)))',
         f'found = dict(zip(({results}, "lse"), (o, *gradients, lse)))',
     ]

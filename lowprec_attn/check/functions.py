@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import inspect
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from lowprec_attn.attention.named import function_named
@@ -48,7 +50,7 @@ def of_function(
     called = Function(
         function=function,
         name=name,
-        head=(f"from {module} import {name.partition('.')[0]}",),
+        head=(*_found_again(module), f"from {module} import {name.partition('.')[0]}"),
         framework=framework,
         layout=options.layout or "BTNH",
         keywords=keywords,
@@ -70,6 +72,7 @@ def of_function(
         backward=options.backward,
         alignment=options.alignment,
         notes=notes,
+        seen=called.notes,
         tokens=options.tokens or TOKENS,
         head_size=options.head_size or HEAD_SIZE,
     )
@@ -93,6 +96,16 @@ def _is_found(function: Callable[..., Any], module: str, name: str) -> bool:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found is function
+
+
+def _found_again(module: str) -> tuple[str, ...]:
+    """Returns lines with which a script of any folder finds a module that is not installed."""
+    root = sys.modules.get(module.partition(".")[0])
+    place = next(iter(getattr(root, "__path__", ())), getattr(root, "__file__", None))
+    folder = None if place is None else str(Path(place).resolve().parent)
+    if folder is None or folder in sysconfig.get_paths().values():
+        return ()
+    return "import sys", f"sys.path.append({folder!r})"
 
 
 def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Options, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Describes an attention function of any library: what it can do, and how a user says so."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -187,6 +187,7 @@ class Target:
         of a script that reads it and runs the problem without this package. None: a script cannot
         import the function.
       notes: sentences about what was concluded about the function.
+      seen: sentences about what it returned, which its calls add.
       tokens, head_size: the sizes of the core problems.
     """
 
@@ -199,6 +200,7 @@ class Target:
     alignment: Alignment | None = "start"
     script: Callable[[Problem, str], tuple[dict[str, Any], list[str]]] | None
     notes: tuple[str, ...] = ()
+    seen: Sequence[str] = ()
     tokens: int = TOKENS
     head_size: int = HEAD_SIZE
 

@@ -75,7 +75,7 @@ class Trials:
             others = ["another device", *(["--no-backward"] if target.backward else [])]
             raise TargetError(
                 f"{target.name} refuses {first.problem.q.shape} (BTNH) {dtype}: "
-                f"{first.refusal.rstrip('.')}; try another --dtype or --head-size, or "
+                f"{first.refusal.rstrip('.')}; try another --tokens, --dtype or --head-size, or "
                 f"{' or '.join(others)}"
             )
         extremes = self._set(problems.extremes(dtype, **sized))

@@ -62,7 +62,7 @@ def check(
     effects = training.effects(emulation.problems, exacts, found) if target.backward else {}
     spoilt = any(set(bug.results) & {"o", "dq"} for bug in bugs)
     risks = [*limits.risks, *dependences.risks, *cases.risks]
-    notes = [*trials.notes, *dependences.notes]
+    notes = [*trials.notes, *target.seen, *dependences.notes]
     cures: Mapping[str, training.Effect] = {}
     allowed = training.allowed(emulation.problems, exacts)
     if effects and not spoilt and arithmetic is not None:

@@ -248,6 +248,17 @@ def _check_options(args: argparse.Namespace) -> None:
             "--series takes two files or more of one model, in the order of their steps; a run "
             "directory needs no --series"
         )
+    folders = [path for path in args.source if path.is_dir()]
+    given = {
+        "--full": args.is_causal is False,
+        "--scale": args.scale is not None,
+        "--layout": args.layout is not None,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and folders):
+        raise DiagnoseError(
+            f"{flag} describes arrays of a file, and {folders[0]} holds a model that computes its "
+            "own; leave it out"
+        )
     if args.scale is not None:
         array_file.check_scale("--scale", args.scale)
     if args.step is not None and args.step < 0:

@@ -1,7 +1,10 @@
 """Fixtures that the tests of `check` share."""
 
 import functools
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +31,27 @@ def computed_once(monkeypatch):
 
     monkeypatch.setattr(candidates.Emulation, "run", remembered)
     monkeypatch.setattr(trials, "exact", lambda problem: _exact(pickle.dumps(problem)))
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """Runs the script of a bug in another folder; returns the largest errors by result."""
+
+    def run(script):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, os.path.abspath(script)],
+            cwd=tmp_path.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line.split() for line in done.stdout.splitlines()]
+        return {words[0]: float(words[3]) for words in lines}
+
+    return run
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ the full ones.
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from benchmarks import check_confusion
 from benchmarks.planted import ARITHMETICS, BUGS, OF_FULL, ONLY_WITH, Planted
 from lowprec_attn import check
 from lowprec_attn.attention import dot_product_attention
-from lowprec_attn.check import candidates, inputs, limits, measure, problems, training
+from lowprec_attn.check import bugs, candidates, inputs, limits, measure, problems, shrink, training
 from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
 from lowprec_attn.numerics import PRESETS
@@ -205,8 +204,16 @@ def test_swapped_gradients_are_named_so():
     assert [bug.name for bug in report.bugs] == ["dK and dV are swapped"]
 
 
+def test_a_bug_of_several_results_is_named_in_one_sentence():
+    exact = measure.exact(problem := problems.core("float32", causal=True, **SMALL)[0])
+    found = {n: x * np.log2(np.e) for n, x in exact.found.items() if n != "lse"}
+    for names, words in ((("dv", "o"), "each of O and dV has"), (("dk",), "dK has")):
+        named = bugs.name(problem, exact, found, dict.fromkeys(names, 1e-6))
+        assert named == (f"{words} a factor log2 e", frozenset(names))
+
+
 @pytest.mark.usefixtures("few_candidates")
-def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
+def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path, shown):
     options = check.Options(causal=True, framework="jax", **SMALL)
     target = check.of_function(without_last_keys, options)
     report = check.check(target, out=tmp_path)
@@ -217,12 +224,7 @@ def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
     assert case["q"].shape[1] < 16 and case["k"].shape[2] == 1
     text = Path(script).read_text()
     assert "lowprec_attn" not in text and len(text.splitlines()) <= 25
-    own = f"import sys; sys.path[:0] = {sys.path!r}\n{text}"
-    done = subprocess.run(
-        [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    errors = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines()}
+    errors = shown(script)
     assert errors["dv"] > 0.1 > 10 * errors["o"]
     assert main(["check", f"{__name__}:without_last_keys", "--causal", "--framework=jax",
                  "--tokens=64", "--head-size=32", f"--out={tmp_path}"]) == 4  # fmt: skip
@@ -267,7 +269,7 @@ def test_a_kernel_without_a_backward_pass_is_judged_by_o_and_lse():
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_a_bug_of_the_forward_pass_alone_leaves_a_script(tmp_path):
+def test_a_bug_of_the_forward_pass_alone_leaves_a_script(tmp_path, shown):
     report = check.check(
         check.of_function(one_way_in_base_2, check.Options(**FORWARD)), out=tmp_path
     )
@@ -275,12 +277,7 @@ def test_a_bug_of_the_forward_pass_alone_leaves_a_script(tmp_path):
     assert (bug.name, bug.results) == ("lse is in base 2", ("lse",))
     data, script = bug.files
     assert not {"dq_float64", "dk_float64", "dv_float64"} & {*np.load(data)}
-    own = f"import sys; sys.path[:0] = {sys.path!r}\n{Path(script).read_text()}"
-    done = subprocess.run(
-        [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    errors = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines()}
+    errors = shown(script)
     assert {*errors} == {"o", "lse"} and errors["lse"] > 0.1 > 10 * errors["o"]
 
 
@@ -338,6 +335,20 @@ def test_a_script_imports_what_the_target_names(name):
     assert f"    result = {name}(q, k, v)" in lines
 
 
+def test_a_script_finds_its_case_and_its_function_from_any_folder(tmp_path, monkeypatch, shown):
+    """Its function may be in the folder of the command, and the script in that of --out."""
+    code = (
+        "import jax\n\n\ndef attend(q, k, v):\n    return jax.nn.dot_product_attention(q, k, v)\n"
+    )
+    (tmp_path / "of_a_user.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    target = check.find("of_a_user:attend", check.Options(causal=True, **SMALL))
+    monkeypatch.delitem(sys.modules, "of_a_user")
+    problem = problems.features("float32", causal=True)[0]
+    _, script = shrink.save(problem, target, Path("found"), "case")
+    assert shown(script)["o"] > 0.1, "the function is not causal"
+
+
 @pytest.mark.parametrize(
     "function",
     [functools.partial(attention, is_causal=True), of_object, of_object.attend, lambda q, k, v: q],
@@ -347,6 +358,20 @@ def test_a_script_of_a_function_without_a_name_is_refused(function, tmp_path):
     with pytest.raises(check.TargetError, match="no script can import the function checked as"):
         check.check(target, out=tmp_path)
     assert check.of_function(attention, check.Options(causal=True, framework="jax")).script
+
+
+def widened(q, k, v):
+    return attention(q, k, v, is_causal=True).astype(jnp.float32)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_dtype_of_o_that_is_not_the_arrays_is_noted_once():
+    report = check.check(
+        check.of_function(widened, check.Options(causal=True, framework="jax", **SMALL))
+    )
+    assert report.bugs == ()
+    note = "O is float32, and q, k and v are bfloat16: what follows computes in float32"
+    assert report.notes.count(note) == 1
 
 
 def listed(q, k, v):
@@ -448,7 +473,10 @@ def test_alignment_is_seen_in_o_or_as_asked():
         (["ours:f", "--causal", "--json=no/a.json"], "--json no/a.json: there is no directory no"),
         (["ours:f", "--causal", "--json=a", "--html=a"], "--json and --html both name a"),
         (["ours:f", "--causal", "--out=ours.py"], "cannot write ours.py: File exists"),
-        (["ours:leaves", "--causal"], "SystemExit: 7; try another --dtype or --head-size, or an"),
+        (
+            ["ours:leaves", "--causal"],
+            "SystemExit: 7; try another --tokens, --dtype or --head-size, ",
+        ),
         (["ours:says", "--causal"], "\\x1b[31m"),
         (["ours:names", "--causal"], "names returned dict; it must return O, or a tuple or list"),
         (

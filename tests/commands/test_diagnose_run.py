@@ -182,6 +182,9 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     path, *_ = made
     with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block need"):
         run(path, "--row-max", "dynamic_max")
+    for option in (("--full",), ("--scale", "0"), ("--layout", "BNTH")):
+        with pytest.raises(DiagnoseError, match=f"{option[0]} describes arrays of a file, and"):
+            run(path, *option)
     copy = RunDir(tmp_path / "run")
     shutil.copytree(path, copy.path)
     forced = json.loads(copy.config.read_text())
