@@ -98,12 +98,8 @@ class Cluster:
     def __init__(
         self, kind: Literal["slurm", "local"], folder: Path, options: Mapping[str, str]
     ) -> None:
-        try:
+        with installation.needing("slurm", RunError, "--launcher=slurm needs submitit"):
             import submitit
-        except ModuleNotFoundError as error:
-            raise RunError(
-                f"--launcher=slurm needs submitit: {installation.command('slurm')}"
-            ) from error
         self.kind, self.folder = kind, folder
         self.slot = Slot("Slurm" if kind == "slurm" else "this host", {}, "job")
         if kind == "local":

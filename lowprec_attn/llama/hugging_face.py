@@ -168,12 +168,8 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     for path in (weights_file, config_file):
         if os.path.lexists(path):
             raise WeightsError(f"{path} is there already; give another folder")
-    try:
+    with installation.needing("diagnose", WeightsError, "safetensors is not installed"):
         from safetensors.numpy import save as serialized
-    except ModuleNotFoundError as error:
-        raise WeightsError(
-            f"safetensors is not installed: {installation.command('diagnose')}"
-        ) from error
     config = _config(settings)
     flat = {
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): value
