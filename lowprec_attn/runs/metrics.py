@@ -27,9 +27,9 @@ from lowprec_attn.files import (
     Fingerprinter,
     LineFile,
     complete_lines,
+    explained,
     flatten,
     from_strict_json,
-    remedy,
     strict_json,
     write_atomically,
 )
@@ -158,15 +158,9 @@ class MetricsWriter:
             files.events.add(record)
         return line
 
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = remedy(error, "make the disk writable and repeat the command to resume")
-            raise MetricsError(
-                f"cannot write metrics to {self._where}: {error.strerror or error}; {mend}"
-            ) from error
+    def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
+        mend = "make the disk writable and repeat the command to resume"
+        return explained(MetricsError, f"write metrics to {self._where}", mend)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

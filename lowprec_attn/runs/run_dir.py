@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -13,12 +13,12 @@ from lowprec_attn.files import (
     Fingerprint,
     Fingerprinter,
     NotJsonError,
+    explained,
     flatten,
     is_temporary,
     lock,
     make_directory,
     read_json,
-    remedy,
     write_json,
 )
 from lowprec_attn.runs import environment
@@ -251,15 +251,9 @@ class RunDir:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = remedy(error, "choose another --workdir")
-            raise RunDirError(
-                f"cannot use {self.path} as a run directory: {error.strerror or error}; {mend}"
-            ) from error
+    def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
+        action = f"use {self.path} as a run directory"
+        return explained(RunDirError, action, "choose another --workdir")
 
     def _refuse_foreign_files(self) -> None:
         if self.config.exists():
