@@ -144,7 +144,7 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
         if key in options:
             raise RunError(f"--slurm {word}: {key} is {options[key]} already")
         options[key] = value
-    return Cluster("slurm", internal(workdir) / "jobs", options)
+    return Cluster(internal(workdir) / "jobs", options)
 
 
 def _slots(args: argparse.Namespace) -> "list[Slot]":
