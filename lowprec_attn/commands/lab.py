@@ -239,8 +239,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
         warnings = warning_table({directory.name: arms})
         parts = [tables.outcome_table(found), tables.not_finite_table(found), warnings, *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
-    parts.append(growth_table(arms, args.steps or tables.spread(arms)))
-    parts.append(tables.score_table(arms, args.layer, args.steps))
+    steps = args.steps or tables.spread(arms)
+    parts += [growth_table(arms, steps), tables.score_table(arms, args.layer, steps)]
     text = "\n".join(part for part in parts if part)
     titles = plain_titles(directory, [record.arm for record in arms])
     if judged:
