@@ -23,6 +23,7 @@ from lowprec_attn.gpt2.hugging_face import (
     require_values,
     same_values,
     shape_of,
+    tensor_of,
 )
 from lowprec_attn.llama.model import Llama
 from lowprec_attn.llama.settings import LlamaSettings
@@ -140,12 +141,7 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: LlamaSettings) -> An
         )
     ours = {}
     for path, source in _sources(settings).items():
-        tensor = named.get(source.removeprefix(_PREFIX))
-        if tensor is None:
-            raise WeightsError(
-                f"there is no tensor {source}, with or without the prefix {_PREFIX}; is it the "
-                "model of this config.json?"
-            )
+        tensor = tensor_of(named, source, _PREFIX)
         ours[path] = (source, tensor.T if path.endswith("/kernel") else tensor)
     return placed(lambda: Llama(settings, all_heads(settings), nnx.Rngs(0)), ours)
 
