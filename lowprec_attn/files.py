@@ -85,7 +85,7 @@ def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
             )
 
 
-def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path] = ()) -> None:
+def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path]) -> None:
     """Checks the files that a command's options name, as `require_output` does.
 
     Args:
