@@ -226,7 +226,9 @@ class Checkpoints:
         JSON can represent the result, which `hosts.from_first` sends to the other processes.
         """
         skipped: dict[int, DamagedError] = {}
-        for step in self._steps_newest_first():
+        # Every step with a manifest or content, complete or not.
+        entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
+        for step in sorted({step for step, _ in entries}, reverse=True):
             if last_step is not None and step > last_step:
                 continue
             try:
@@ -389,11 +391,6 @@ class Checkpoints:
             return []
         matches = [(pattern.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return [(int(match[1]), path) for match, path in matches if match]
-
-    def _steps_newest_first(self) -> list[int]:
-        """Returns every step with a manifest or content, complete or not, the newest first."""
-        entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
-        return sorted({step for step, _ in entries}, reverse=True)
 
     def _manifest_path(self, step: int) -> Path:
         return self._directory / f"{step:08d}.json"
