@@ -17,7 +17,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
-from lowprec_attn.runs.instability.explosion import RunawayRule
+from lowprec_attn.runs.instability.explosion import RunawayRule, failure_in_words
 from lowprec_attn.runs.run_dir import RunDir
 
 
@@ -107,8 +107,7 @@ class ArmRun:
         if (failure is not None or run_dir.summary.exists()) and not self._complete:
             return Outcome(False, f"interrupted at its end, after {many(self.steps_done, 'step')}")
         if failure is not None:
-            text = f"not finite at step {failure['step']}: {failure['message']}"
-            return Outcome(True, failure["message"] if "explosion" in failure else text)
+            return Outcome(True, failure_in_words(failure))
         if run_dir.summary.exists():
             loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
             return Outcome(True, f"done, validation loss {loss:.3f}")

@@ -84,6 +84,13 @@ def explosion(watch: LossWatch, failure: Mapping[str, Any]) -> int | None:
     return failure.get("explosion") if watch.explosion is None else watch.explosion
 
 
+def failure_in_words(failure: Mapping[str, Any]) -> str:
+    """Returns the content of `failure.json` as words."""
+    message = str(failure["message"])
+    is_said = "explosion" in failure
+    return message if is_said else f"not finite at step {failure['step']}: {message}"
+
+
 def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
     """Returns the smoothed loss at every step whose own loss is finite.
 
