@@ -3,7 +3,6 @@
 Qwen3 is Llama with QK-norm.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from lowprec_attn import installation
-from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.files import write_atomically, write_json, writing
 from lowprec_attn.gpt2.hugging_face import (
     WeightsError,
     all_heads,
@@ -177,13 +176,11 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     }
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    # Transformers requires the metadata field `format`. Its value for PyTorch is "pt".
-    for path, content in (
-        (weights_file, serialized(tensors, {"format": "pt"})),
-        (config_file, f"{json.dumps(config, indent=2)}\n".encode()),
-    ):
-        with writing(path):
-            write_atomically(path, content)
+    with writing(weights_file):
+        # Transformers requires the metadata field `format`. Its value for PyTorch is "pt".
+        write_atomically(weights_file, serialized(tensors, {"format": "pt"}))
+    with writing(config_file):
+        write_json(config_file, config)
 
 
 def _config(settings: LlamaSettings) -> dict[str, Any]:
