@@ -1,6 +1,5 @@
 """Compares arms in Markdown tables."""
 
-import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -165,10 +164,9 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     if len(seeds) <= _SEEDS_LISTED:
         return _BETWEEN.join(_end(outcome, seed) for seed in seeds)
     steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
-    counts = collections.Counter(outcome.words.values())
     parts = [span(steps, _step)] if steps else []
     others: tuple[Word, ...] = ("behind", "healthy", "growing", "censored", "not finite")
-    parts += [f"{counts[word]} {word}" for word in others if counts[word]]
+    parts += [f"{count} {word}" for word in others if (count := outcome.count(word))]
     return _BETWEEN.join(parts)
 
 
