@@ -75,12 +75,15 @@ def of_rule(rule: Rule, label: str, *, warns: bool) -> Reading:
     return Reading(label, first, lambda record: rule.is_recorded(record.signals))
 
 
-def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
-    """Counts a warning over runs, which must have recorded what the warning looks at."""
+def tally(first: Iterable[tuple[ArmRecord, int | None]]) -> Tally:
+    """Counts a warning over runs.
+
+    Args:
+      first: runs that recorded what the warning looks at, and the first step at which each has it.
+    """
     leads = []
     counts: collections.Counter[str] = collections.Counter()
-    for record in records:
-        alarm = reading.first(record)
+    for record, alarm in first:
         if record.held:
             counts["quiet" if alarm is None else "false"] += 1
         elif record.explosion is None:
@@ -150,10 +153,10 @@ def _readings() -> Iterator[Reading]:
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
-    first = {id(record): reading.first(record) for record in records}
-    counts = tally(records, reading._replace(first=lambda record: first[id(record)]))
-    held = [record for record in records if record.held]
-    arms = collections.Counter(r.arm.name for r in held if first[id(r)] is not None)
+    first = [(record, reading.first(record)) for record in records]
+    counts = tally(first)
+    held = [(record, alarm) for record, alarm in first if record.held]
+    arms = collections.Counter(run.arm.name for run, alarm in held if alarm is not None)
     lead = "–"
     if counts.leads:
         lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"
