@@ -34,27 +34,27 @@ class NotJsonError(RunError):
     """A file that should hold JSON, or a certain JSON record, holds something else."""
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> contextlib.AbstractContextManager[None]:
     """Turns an OSError while writing `path` (disk full, read-only, …) into a `DiskError`."""
-    try:
-        yield
-    except OSError as err:
-        mend = remedy(err, "free space there or give another place")
-        raise DiskError(f"cannot write {path}: {err.strerror or err}; {mend}") from err
+    return explained(DiskError, f"write {path}", "free space there or give another place")
 
 
-def remedy(error: OSError, otherwise: str) -> str:
-    """Returns advice on an error of the disk.
+@contextlib.contextmanager
+def explained(kind: type[RunError], action: str, mend: str) -> Iterator[None]:
+    """Turns an OSError in the block into an error of one line.
 
     Args:
-      error: the error that the system raised.
-      otherwise: the advice, unless something of the wrong type stands in the place of a file or
+      kind: the class of the error.
+      action: what cannot be done.
+      mend: what to do, unless something of the wrong type stands in the place of a file or
         directory.
     """
-    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-        return f"move away what stands in the place of {error.filename}, or give another place"
-    return otherwise
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+            mend = f"move away what stands in the place of {error.filename}, or give another place"
+        raise kind(f"cannot {action}: {error.strerror or error}; {mend}") from error
 
 
 def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
@@ -85,7 +85,7 @@ def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
             )
 
 
-def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path] = ()) -> None:
+def require_outputs(options: Mapping[str, Path | None], reads: Iterable[Path]) -> None:
     """Checks the files that a command's options name, as `require_output` does.
 
     Args:

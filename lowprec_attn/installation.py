@@ -3,10 +3,12 @@
 The address is written only in pyproject.toml. An installed package has it in its metadata.
 """
 
+import contextlib
 import importlib.metadata
 import re
 import shlex
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -71,3 +73,21 @@ def command(extras: str) -> str:
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{_CHECKOUT}[{extras}]')}"
     return f"pip install {shlex.quote(f'{_NAME}[{extras}] @ git+{address()}')}"
+
+
+@contextlib.contextmanager
+def needing(
+    extra: str, error: Callable[[str], Exception], what: str, otherwise: str = ""
+) -> Iterator[None]:
+    """A block that imports a package of an extra, and says how to install the extra.
+
+    Args:
+      extra: the extra that has the package.
+      error: makes the error to raise in place of a ModuleNotFoundError.
+      what: what needs which package; the message goes on with the command that installs it.
+      otherwise: the end of the message, with what else to do.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise error(f"{what}: {command(extra)}{otherwise}") from missing

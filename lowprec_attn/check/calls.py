@@ -173,11 +173,10 @@ class Function:
             self.options
         )
 
-    def _is_turned(self, name: str) -> bool:
-        return self.layout == "BNTH" and name in (*WITH_HEADS, *RESULTS)
-
     def _turned(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x.swapaxes(1, 2) if self._is_turned(name) else x
+        """Converts an array between the axes of problems and those of the function."""
+        is_turned = self.layout == "BNTH" and name in (*WITH_HEADS, *RESULTS)
+        return x.swapaxes(1, 2) if is_turned else x
 
     def _dtype(self, name: str, problem: Problem) -> str | None:
         """The dtype to which an array is cast, or None if it keeps its own."""

@@ -51,33 +51,47 @@ def normal(
     return q, k, v, do
 
 
+def _normal(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+    """Returns standard normal q, k, v and dO of one shape (T, N, H)."""
+    tokens, heads, size = shape
+    return normal(rng, 1, (tokens, tokens), (heads, heads), size)
+
+
+def _seen_keys(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """Returns a random key s ≤ t for every row t."""
+    return (rng.random(tokens) * np.arange(1, tokens + 1)).astype(int)
+
+
+def _equally_long(k: np.ndarray) -> np.ndarray:
+    """Returns k with vectors of length √H."""
+    return k * (np.sqrt(k.shape[-1]) / np.linalg.norm(k, axis=-1, keepdims=True))
+
+
 def _one_key(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
     """Row t puts all its weight on one key s ≤ t."""
-    _, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    at = (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int)
-    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
+    _, k, v, do = _normal(rng, shape)
+    at = _seen_keys(rng, shape[0])
+    k = _equally_long(k)
     return _to_score(k[:, at], k, v, do, 1e3)
 
 
 def _saturated(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
     """Row t divides its weight between two keys; the score of one is larger by about 1."""
-    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
-    first, second = (
-        (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int) for _ in range(2)
-    )
+    q, k, v, do = _normal(rng, shape)
+    k = _equally_long(k)
+    first, second = _seen_keys(rng, shape[0]), _seen_keys(rng, shape[0])
     return _to_score(1.003 * k[:, first] + k[:, second] + 0.003 * q, k, 1 + v / 4, do, 3e2)
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
     """Sixteen distinct keys repeat many times, so that row maxima repeat exactly."""
-    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    q, k, v, do = _normal(rng, shape)
     return np.rint(2 * q) / 2, np.rint(2 * k[:, rng.integers(16, size=shape[0])]) / 2, v, do
 
 
 def _sink(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
     """Every row has its maximum at key 0, ahead by ten, so tiles of any size round P̄ alike."""
-    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    q, k, v, do = _normal(rng, shape)
     common = np.full(shape[2], 1.0)
     k[:, 0] = common
     q = q + (10 / np.sqrt(shape[2])) * common
@@ -89,7 +103,7 @@ def _level(sign: int) -> Callable[[np.random.Generator, tuple[int, int, int]], A
     """Makes rows whose scores are all near ± 1e3, as they are if q and k have common parts."""
 
     def make(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-        q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+        q, k, v, do = _normal(rng, shape)
         part = np.where(np.arange(shape[2]) % 2 == 0, 1.0, -1.0) * np.sqrt(1e3 / np.sqrt(shape[2]))
         return q + part, k + sign * part, 1 + v / 4, do
 

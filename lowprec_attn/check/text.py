@@ -46,7 +46,7 @@ _SCORES = {
 _STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
 
 
-def described(numerics: Numerics, backward: bool = True) -> str:
+def described(numerics: Numerics, backward: bool) -> str:
     """Describes the roundings of an arithmetic, in the order in which they are made.
 
     Args:

@@ -41,7 +41,7 @@ from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_outputs, write_json, writing
-from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES, KvBlock, Numerics, get_preset, get_row_max
+from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES, get_preset, get_row_max
 from lowprec_attn.tables import columns, wrapped
 
 EXIT_FOUND = 3
@@ -224,7 +224,9 @@ def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
     names = dict.fromkeys(args.numerics or DEFAULT_NUMERICS)
     try:
         row_max = get_row_max(args.row_max)
-        presets = {name: _preset(name, args.kv_block) for name in names}
+        presets = {name: get_preset(name) for name in names}
+        if args.kv_block is not None:
+            presets = {name: n.replace(kv_block=args.kv_block) for name, n in presets.items()}
     except ValueError as error:
         raise DiagnoseError(str(error)) from error
     for name, preset in presets.items():
@@ -234,12 +236,6 @@ def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
             )
     suffix = "" if args.row_max == "standard" else f" with row_max={args.row_max}"
     return [Arithmetic(name + suffix, preset, row_max) for name, preset in presets.items()]
-
-
-def _preset(name: str, kv_block: KvBlock | None) -> Numerics:
-    """Returns the preset, with steps of `kv_block` keys unless that is None."""
-    preset = get_preset(name)
-    return preset if kv_block is None else preset.replace(kv_block=kv_block)
 
 
 def _check_options(args: argparse.Namespace) -> None:

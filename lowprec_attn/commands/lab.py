@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lowprec_attn.commands.config import config_file
 from lowprec_attn.errors import RunError, reading_records
 from lowprec_attn.files import require_output, write_atomically, writing
+from lowprec_attn.lab import RECORDS
 
 if TYPE_CHECKING:
     from lowprec_attn.lab.jobs import Cluster
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from lowprec_attn.lab.records import ArmRecord
 
 _MOST_JOBS = 1024
-_RECORDS = "records.jsonl.xz"  # `archive.FILE`, whose import needs the trainer's packages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect.add_argument(
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
-    collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
+    collect.add_argument("results", type=Path, help=f"directory for {RECORDS}")
     report = _add(actions, "report", "write tables and a figure of these records")
     add = report.add_argument
     add(
         "results",
         type=Path,
-        help=f"directory with {_RECORDS}, or one that holds several such directories; table.md is "
+        help=f"directory with {RECORDS}, or one that holds several such directories; table.md is "
         "written beside the records",
     )
     add(
@@ -144,7 +144,7 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
         if key in options:
             raise RunError(f"--slurm {word}: {key} is {options[key]} already")
         options[key] = value
-    return Cluster("slurm", internal(workdir) / "jobs", options)
+    return Cluster(internal(workdir) / "jobs", options)
 
 
 def _slots(args: argparse.Namespace) -> "list[Slot]":
@@ -176,7 +176,6 @@ def _collect(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from lowprec_attn.lab import archive
     from lowprec_attn.lab.report.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
@@ -187,16 +186,16 @@ def _report(args: argparse.Namespace) -> None:
         )
     if args.figure is not None:  # checked before the records are read, which takes long
         require_figure_format(args.figure)
-        require_output(args.figure, [archive.path_of(args.results)])
-    if archive.path_of(args.results).exists():
+        require_output(args.figure, [args.results / RECORDS])
+    if (args.results / RECORDS).exists():
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
-    directories = sorted(path.parent for path in args.results.rglob(_RECORDS))
+    directories = sorted(path.parent for path in args.results.rglob(RECORDS))
     # Deeper directories analyse the runs of the experiment above them again, so they do not count.
     counted = [path for path in directories if path.parent == args.results]
     if not counted:
         raise RunError(
-            f"{args.results} holds no records ({_RECORDS}), and no directory with records; make "
+            f"{args.results} holds no records ({RECORDS}), and no directory with records; make "
             f"them from runs: lowprec-attn lab collect WORKDIR {args.results}"
         )
     if args.figure is not None:
@@ -239,8 +238,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
         warnings = warning_table({directory.name: arms})
         parts = [tables.outcome_table(found), tables.not_finite_table(found), warnings, *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
-    parts.append(growth_table(arms, args.steps or tables.spread(arms)))
-    parts.append(tables.score_table(arms, args.layer, args.steps))
+    steps = args.steps or tables.spread(arms)
+    parts += [growth_table(arms, steps), tables.score_table(arms, args.layer, steps)]
     text = "\n".join(part for part in parts if part)
     titles = plain_titles(directory, [record.arm for record in arms])
     if judged:

@@ -136,13 +136,9 @@ class _TextFile:
 
     def _of_zstd(self, raw: IO[bytes]) -> Any:
         # zstandard's own reader would end at a cut without an error.
-        try:
+        what = f"text file {self.path} is zstd, which needs pyarrow"
+        with installation.needing("data", DataError, what, "; or unpack it"):
             import pyarrow
-        except ModuleNotFoundError as err:
-            raise DataError(
-                f"text file {self.path} is zstd, which needs pyarrow: "
-                f"{installation.command('data')}; or unpack it"
-            ) from err
         return pyarrow.CompressedInputStream(raw, "zstd")
 
 
@@ -189,10 +185,8 @@ def dataset(
       DataError: `datasets` is not installed or cannot load the data set, or the data set has no
         column `text`.
     """
-    try:
+    with installation.needing("data", DataError, "--dataset needs datasets"):
         import datasets
-    except ModuleNotFoundError as err:
-        raise DataError(f"--dataset needs datasets: {installation.command('data')}") from err
     try:
         rows = datasets.load_dataset(
             name,

@@ -195,10 +195,8 @@ def _with_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
 
 def _encoded(source: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yields every piece with its ids, and shows progress."""
-    try:
+    with installation.needing("data", DataError, "prepare needs tqdm"):
         from tqdm import tqdm
-    except ModuleNotFoundError as err:
-        raise DataError(f"prepare needs tqdm: {installation.command('data')}") from err
     with tqdm(total=source.size, unit="B", unit_scale=True, desc="tokenizing") as progress:
         for batch in _batched(source.pieces, _BATCH):
             texts = [piece.text for piece in batch]

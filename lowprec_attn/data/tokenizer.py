@@ -62,12 +62,8 @@ def gpt2() -> Gpt2Tokenizer:
     Raises:
       DataError: tiktoken is not installed, or the download fails.
     """
-    try:
+    with installation.needing("data", DataError, "the gpt2 tokenizer needs tiktoken"):
         import tiktoken
-    except ModuleNotFoundError as err:
-        raise DataError(
-            f"the gpt2 tokenizer needs tiktoken: {installation.command('data')}"
-        ) from err
     try:
         return Gpt2Tokenizer(tiktoken.get_encoding("gpt2"))
     except (OSError, ValueError) as err:  # no network, a proxy's error page, a broken download

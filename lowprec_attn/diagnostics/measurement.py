@@ -1,7 +1,6 @@
 """Measures the signals of a layer and the share of an error that each cure leaves."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -120,23 +119,18 @@ def keys_per_step(arithmetic: Arithmetic) -> KvBlock:
     return groups[0].kv_block or tiled.DEFAULT_KV_BLOCK
 
 
-def advice(
-    finding: verdict.Finding,
-    found: Arithmetic,
-    error: float,
-    measured_as: Callable[[Arithmetic], verdict.Signals],
-) -> str:
+def advice(layer: Layer, finding: verdict.Finding, found: Arithmetic, error: float) -> str:
     """Measures the share of an error that each cure leaves, and words it.
 
     Args:
+      layer: the layer in which it was found.
       finding: a finding of a kind in `CURED`; its first head is measured.
       found: the arithmetic under which it was found; its `numerics` is one `Numerics`.
       error: that head's signal `CURED[kind]`.
-      measured_as: computes the signals of the same arrays under an arithmetic.
     """
     head, signal = finding.heads[0], CURED[finding.kind]
     left = {
-        cure.label: abs(float(measured_as(cure)[signal][head]) / error) for cure in _cures(found)
+        cure.label: abs(float(measure(layer, cure)[signal][head]) / error) for cure in _cures(found)
     }
     # A row-max rule comes last: it makes errors smaller, but prevented no explosion in the lab.
     best, *others = sorted(left, key=lambda label: (label.startswith("row_max="), left[label]))

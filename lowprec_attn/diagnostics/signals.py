@@ -125,8 +125,7 @@ def attention_signals(
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
-    _check_optional(q, k, v, do=do, x=x, w_q=w_q, w_k=w_k)
-    _check_returned(q, v, returned)
+    _check_optional(q, k, v, returned, do=do, x=x, w_q=w_q, w_k=w_k)
     if common_direction and x is None:
         raise ValueError("common_direction needs x: it is a direction of (PK)ᵀ X")
     _check_projection(q, x, projection)
@@ -324,16 +323,24 @@ def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:
     return {f"{name}_{statistic}": value for statistic, value in values.items()}
 
 
-def _check_optional(q: Array, k: Array, v: Array, **arrays: Array | None) -> None:
+def _check_optional(
+    q: Array, k: Array, v: Array, returned: Returned | None, **arrays: Array | None
+) -> None:
     (batch, length, heads, head_size), kv_heads = q.shape, k.shape[2]
     if arrays["x"] is not None and arrays["do"] is None:
         raise ValueError("x needs do: the gradient of W_Q takes both")
+    of_o = (batch, length, heads, v.shape[-1])
     expected = {
-        "do": (batch, length, heads, v.shape[-1]),
+        "do": of_o,
         "x": (batch, length, None),
         "w_q": (None, heads, head_size),
         "w_k": (None, kv_heads, head_size),
+        "returned.o": of_o,
+        "returned.lse": q.shape[:3],
+        "returned.dq": q.shape,
     }
+    if returned is not None:
+        arrays |= {f"returned.{name}": array for name, array in returned._asdict().items()}
     for name, array in arrays.items():
         shape = expected[name]
         if array is None:
@@ -356,13 +363,3 @@ def _check_projection(q: Array, x: Array | None, projection: weights.Projection 
         raise ValueError(
             f"projection.values must have the shape of q {q.shape}, got {projection.values.shape}"
         )
-
-
-def _check_returned(q: Array, v: Array, returned: Returned | None) -> None:
-    if returned is None:
-        return
-    expected = {"o": (*q.shape[:3], v.shape[-1]), "lse": q.shape[:3], "dq": q.shape}
-    for name, shape in expected.items():
-        array = getattr(returned, name)
-        if array is not None and array.shape != shape:
-            raise ValueError(f"returned.{name} must have shape {list(shape)}, got {array.shape}")

@@ -134,16 +134,26 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
         raise WeightsError(f"{_HEAD} is not wte.weight; only tied output layers are computed here")
     ours = {}
     for path, source, part in _sources(settings.layers):
-        tensor = named.get(source)
-        if tensor is None:
-            raise WeightsError(
-                f"there is no tensor {source}, with or without the prefix {_PREFIX}; is it the "
-                "model of this config.json?"
-            )
+        tensor = tensor_of(named, source, _PREFIX)
         if part is not None and tensor.shape[-1] == 3 * settings.width:
             tensor = np.split(tensor, 3, axis=-1)[part]
         ours[path] = (source, tensor)
     return placed(lambda: GPT2(settings, all_heads(settings), nnx.Rngs(0)), ours)
+
+
+def tensor_of(named: Mapping[str, np.ndarray], source: str, prefix: str) -> np.ndarray:
+    """Returns a tensor by its name in transformers; `named` has the names without the prefix.
+
+    Raises:
+      WeightsError: there is no such tensor.
+    """
+    tensor = named.get(source.removeprefix(prefix))
+    if tensor is None:
+        raise WeightsError(
+            f"there is no tensor {source}, with or without the prefix {prefix}; is it the model of "
+            "this config.json?"
+        )
+    return tensor
 
 
 def same_values(a: np.ndarray, b: np.ndarray) -> bool:

@@ -2,3 +2,6 @@
 
 This package imports `runs`, `files` and `errors`. Each arm trains in its own process.
 """
+
+RECORDS = "records.jsonl.xz"
+"""The name of the file that holds the records of an experiment; see `archive`."""

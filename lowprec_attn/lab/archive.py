@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.lab import RECORDS
 from lowprec_attn.lab.experiment import Arm, Trial
 
-FILE = "records.jsonl.xz"
 COLUMNS = ("loss", "grad_norm", "val_loss")
 
 Number = float | str
@@ -108,11 +108,6 @@ class StoredRun:
         )
 
 
-def path_of(directory: Path) -> Path:
-    """Returns the path of an experiment's records."""
-    return directory / FILE
-
-
 def write(directory: Path, runs: Iterable[StoredRun]) -> Path:
     """Writes the records of an experiment, sorted by arm and seed, and returns their path.
 
@@ -122,7 +117,7 @@ def write(directory: Path, runs: Iterable[StoredRun]) -> Path:
     ordered = sorted(runs, key=lambda run: (run.header["arm"], run.header.get("seed") or 0))
     lines = (json.dumps(line, separators=(",", ":")) for run in ordered for line in run.lines())
     text = "".join(f"{line}\n" for line in lines)
-    path = path_of(directory)
+    path = directory / RECORDS
     with writing(path):
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _compressed(text.encode()))
@@ -145,7 +140,7 @@ def read(directory: Path) -> list[StoredRun]:
     Raises:
       RecordError: the file is damaged.
     """
-    path = path_of(directory)
+    path = directory / RECORDS
     if not path.exists():
         return []
     try:

@@ -16,7 +16,7 @@ from lowprec_attn.lab.archive import Number, RecordError, StoredRun
 from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.instability import rollbacks
-from lowprec_attn.runs.instability.explosion import LossWatch
+from lowprec_attn.runs.instability.explosion import LossWatch, explosion
 
 SIGNALS = (
     "score_maximum",
@@ -89,7 +89,7 @@ def _stored(run: ArmRun) -> StoredRun:
         "seed": trial.seed,
         "overrides": dict(trial.arm.overrides),
         "steps": max(losses) + 1,
-        "explosion": explosion(losses, failure),
+        "explosion": explosion(LossWatch(losses.items()), failure or {}),
         "runaway_rule": run.runaway._asdict(),
         "config": read_record(run_dir.config),
         "environment": run_dir.starts(),
@@ -98,15 +98,6 @@ def _stored(run: ArmRun) -> StoredRun:
         "rollbacks": [rollback._asdict() for rollback in rollbacks.read(run_dir.rollbacks)],
     }
     return StoredRun.from_rows(header, _compact(rows, max(losses)))
-
-
-def explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
-    """Returns the step at which the loss exploded, or None.
-
-    If the recorded losses show no explosion, the trainer's own record of a failure decides.
-    """
-    found = LossWatch(losses.items()).explosion
-    return failure.get("explosion") if found is None and failure is not None else found
 
 
 def _compact(rows: Iterable[Mapping[str, Any]], last: int) -> Iterator[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lowprec_attn import installation
 from lowprec_attn.errors import RunError
@@ -84,10 +84,9 @@ def _ignore_usr2() -> None:
 
 
 class Cluster:
-    """The cluster to which jobs are submitted.
+    """The Slurm cluster to which jobs are submitted.
 
     Args:
-      kind: `slurm`, or `local` to try jobs as processes of this host.
       folder: the directory for submitit's files, which all nodes must share.
       options: options of `sbatch` under submitit's names: `partition`, `time` (minutes), `mem`, …
 
@@ -95,21 +94,12 @@ class Cluster:
       RunError: submitit or Slurm is absent, or an option is unknown, invalid or missing.
     """
 
-    def __init__(
-        self, kind: Literal["slurm", "local"], folder: Path, options: Mapping[str, str]
-    ) -> None:
-        try:
+    slot = Slot("Slurm", {}, "job")
+
+    def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
+        with installation.needing("slurm", RunError, "--launcher=slurm needs submitit"):
             import submitit
-        except ModuleNotFoundError as error:
-            raise RunError(
-                f"--launcher=slurm needs submitit: {installation.command('slurm')}"
-            ) from error
-        self.kind, self.folder = kind, folder
-        self.slot = Slot("Slurm" if kind == "slurm" else "this host", {}, "job")
-        if kind == "local":
-            self._executor: Any = submitit.LocalExecutor(folder)
-            self._executor.update_parameters(timeout_min=60)
-            return
+        self.folder = folder
         if "time" not in options:
             raise RunError("--slurm lacks time=MINUTES, after which a job is queued again")
         for name in _WHOLE & options.keys():
@@ -132,7 +122,7 @@ class Cluster:
                     f"--launcher=slurm: there is no {program} here; run it on a login node"
                 )
         try:
-            self._executor = submitit.SlurmExecutor(folder, max_num_timeout=_REQUEUES)
+            self._executor: Any = submitit.SlurmExecutor(folder, max_num_timeout=_REQUEUES)
         except RuntimeError as error:
             raise RunError(f"--launcher=slurm: {str(error).splitlines()[0]}") from error
         try:
@@ -148,8 +138,7 @@ class Cluster:
         """
         import submitit
 
-        if self.kind == "slurm":
-            self._executor.update_parameters(job_name=training.task.name)
+        self._executor.update_parameters(job_name=training.task.name)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
                 return self._executor.submit(training)
@@ -160,7 +149,7 @@ class Cluster:
 
     def earlier(self, record: Path) -> Any | None:
         """Returns the job that a record file names if it is still queued or running, else None."""
-        if self.kind == "local" or not record.exists():
+        if not record.exists():
             return None
         import submitit
 
@@ -169,8 +158,6 @@ class Cluster:
 
     def states(self, jobs: Sequence[Any]) -> dict[str, str]:
         """Returns `waiting`, `running` or `gone` for each job number; needs no Slurm accounting."""
-        if self.kind == "local":
-            return {job.job_id: _GONE if job.done() else _RUNNING for job in jobs}
         asked = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%A %T"], capture_output=True, text=True
         )

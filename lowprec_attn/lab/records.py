@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from lowprec_attn.counts import many
-from lowprec_attn.lab import archive
+from lowprec_attn.lab import RECORDS, archive
 from lowprec_attn.lab.archive import RecordError, StoredRun
 from lowprec_attn.lab.experiment import Arm, Trial
 from lowprec_attn.lab.report.mechanism import mechanism
@@ -245,7 +245,7 @@ def read_all(directory: Path) -> list[ArmRecord]:
     records = [ArmRecord.of(run, lengths, directory) for run in archive.read(directory)]
     records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
-        raise RecordError(f"{directory} holds no records of arms ({archive.FILE})")
+        raise RecordError(f"{directory} holds no records of arms ({RECORDS})")
     for record in records:
         if not record.signals:
             raise RecordError(f"arm {record.arm.name} has no signals: diagnostics_every was 0")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowprec_attn.data import tokens
 from lowprec_attn.errors import RunError
-from lowprec_attn.lab import archive
+from lowprec_attn.lab import RECORDS
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.experiment import Experiment, Trial
 from lowprec_attn.lab.jobs import Cluster, run_jobs
@@ -90,7 +90,7 @@ def run_arms(
 def _to_report(workdir: Path) -> str:
     """Returns the command that makes the tables and the figure of finished arms."""
     results = f"results/{workdir.name}"
-    if archive.path_of(Path(results)).exists():  # perhaps the records of a checkout
+    if Path(results, RECORDS).exists():  # perhaps the records of a checkout
         results = "results/mine"
     collect = ["lowprec-attn", "lab", "collect", str(workdir), results]
     report = ["lowprec-attn", "lab", "report", results]

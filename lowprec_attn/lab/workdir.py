@@ -17,7 +17,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
-from lowprec_attn.runs.instability.explosion import RunawayRule
+from lowprec_attn.runs.instability.explosion import RunawayRule, failure_in_words
 from lowprec_attn.runs.run_dir import RunDir
 
 
@@ -102,29 +102,19 @@ class ArmRun:
 
     def outcome(self) -> Outcome:
         """Returns the progress: done, not finite (a result too), interrupted, or not started."""
-        run_dir = self.run_dir
-        failure = self.failure
-        if (failure is not None or run_dir.summary.exists()) and not self._complete:
+        run_dir, failure = self.run_dir, self.failure
+        end = run_dir.summary if failure is None else run_dir.failure
+        # Runs of earlier versions did not record `complete`, and count as complete.
+        if end.exists() and not read_record(end).get("complete", True):
             return Outcome(False, f"interrupted at its end, after {many(self.steps_done, 'step')}")
         if failure is not None:
-            text = f"not finite at step {failure['step']}: {failure['message']}"
-            return Outcome(True, failure["message"] if "explosion" in failure else text)
-        if run_dir.summary.exists():
-            loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
+            return Outcome(True, failure_in_words(failure))
+        if end.exists():
+            loss = read_record(end, val_loss=float)["val_loss"]
             return Outcome(True, f"done, validation loss {loss:.3f}")
         if self.started:
             return Outcome(False, f"interrupted after {many(self.steps_done, 'step')}")
         return Outcome(False, "not started yet")
-
-    @property
-    def _complete(self) -> bool:
-        """Whether the run has written its last file; see `RunDir.end`.
-
-        Runs of earlier versions did not record this, and count as complete.
-        """
-        run_dir = self.run_dir
-        path = run_dir.failure if run_dir.failure.exists() else run_dir.summary
-        return bool(read_record(path).get("complete", True))
 
     def define(self, experiment: Experiment, trial: Trial) -> None:
         """Writes `NAME.json`.

@@ -3,7 +3,6 @@
 Qwen3 is Llama with QK-norm.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from lowprec_attn import installation
-from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.files import write_atomically, write_json, writing
 from lowprec_attn.gpt2.hugging_face import (
     WeightsError,
     all_heads,
@@ -23,6 +22,7 @@ from lowprec_attn.gpt2.hugging_face import (
     require_values,
     same_values,
     shape_of,
+    tensor_of,
 )
 from lowprec_attn.llama.model import Llama
 from lowprec_attn.llama.settings import LlamaSettings
@@ -140,12 +140,7 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: LlamaSettings) -> An
         )
     ours = {}
     for path, source in _sources(settings).items():
-        tensor = named.get(source.removeprefix(_PREFIX))
-        if tensor is None:
-            raise WeightsError(
-                f"there is no tensor {source}, with or without the prefix {_PREFIX}; is it the "
-                "model of this config.json?"
-            )
+        tensor = tensor_of(named, source, _PREFIX)
         ours[path] = (source, tensor.T if path.endswith("/kernel") else tensor)
     return placed(lambda: Llama(settings, all_heads(settings), nnx.Rngs(0)), ours)
 
@@ -168,12 +163,8 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     for path in (weights_file, config_file):
         if os.path.lexists(path):
             raise WeightsError(f"{path} is there already; give another folder")
-    try:
+    with installation.needing("diagnose", WeightsError, "safetensors is not installed"):
         from safetensors.numpy import save as serialized
-    except ModuleNotFoundError as error:
-        raise WeightsError(
-            f"safetensors is not installed: {installation.command('diagnose')}"
-        ) from error
     config = _config(settings)
     flat = {
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): value
@@ -185,13 +176,11 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     }
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    # Transformers requires the metadata field `format`. Its value for PyTorch is "pt".
-    for path, content in (
-        (weights_file, serialized(tensors, {"format": "pt"})),
-        (config_file, f"{json.dumps(config, indent=2)}\n".encode()),
-    ):
-        with writing(path):
-            write_atomically(path, content)
+    with writing(weights_file):
+        # Transformers requires the metadata field `format`. Its value for PyTorch is "pt".
+        write_atomically(weights_file, serialized(tensors, {"format": "pt"}))
+    with writing(config_file):
+        write_json(config_file, config)
 
 
 def _config(settings: LlamaSettings) -> dict[str, Any]:

@@ -135,9 +135,9 @@ class Checkpoints:
             raise ValueError(f"step={step} cannot be saved; it must be at least 0")
         require_storable(self._directory)
         self.wait()
-        data_copy = json.loads(json.dumps(data_state))
-        beside = {} if measured is None else {"measured": checkpoint_content.copy(measured)}
-        begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy, beside)
+        parts = _parts(state, measured)
+        copies = {name: checkpoint_content.copy(part) for name, part in parts.items()}
+        begin = partial(self._begin, step, copies, json.loads(json.dumps(data_state)))
         # Several processes can coordinate only in their main threads. A single process begins in
         # the worker thread.
         write = begin() if jax.process_count() > 1 else lambda: begin()()
@@ -172,10 +172,10 @@ class Checkpoints:
             if found is None:
                 return None
             step, content, records = found
-            targets = (target_state, target_measured)
-            state, data_state, measured = self._load(step, self._directory / content, targets)
+            targets = _parts(target_state, target_measured)
+            parts, data_state = self._load(step, self._directory / content, targets)
             fingerprints = {name: Fingerprint(**fields) for name, fields in records.items()}
-            return Restored(step, state, data_state, fingerprints, measured)
+            return Restored(step, parts["state"], data_state, fingerprints, parts.get("measured"))
 
     def prune(self) -> None:
         """Deletes all but the newest `keep` checkpoints, including those that `keep_from` kept.
@@ -226,7 +226,9 @@ class Checkpoints:
         JSON can represent the result, which `hosts.from_first` sends to the other processes.
         """
         skipped: dict[int, DamagedError] = {}
-        for step in self._steps_newest_first():
+        # Every step with a manifest or content, complete or not.
+        entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
+        for step in sorted({step for step, _ in entries}, reverse=True):
             if last_step is not None and step > last_step:
                 continue
             try:
@@ -270,16 +272,12 @@ class Checkpoints:
     # Saving.
 
     def _begin(
-        self,
-        step: int,
-        arrays: dict[str, Any],
-        data_state: dict[str, Any],
-        beside: dict[str, dict[str, Any]],
+        self, step: int, parts: dict[str, dict[str, Any]], data_state: dict[str, Any]
     ) -> Callable[[], Path]:
         """Starts writing a content directory; the result waits for it and returns its path."""
         with self._explain_errors(f"write checkpoint {step} to"):
             content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
-            wait = checkpoint_content.begin(content, arrays, data_state, beside)
+            wait = checkpoint_content.begin(content, parts, data_state)
 
         def write() -> Path:
             wait()
@@ -369,10 +367,10 @@ class Checkpoints:
         return manifest
 
     def _load(
-        self, step: int, content: Path, targets: tuple[Any, Any]
-    ) -> tuple[Any, dict[str, Any], Any]:
+        self, step: int, content: Path, targets: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         try:
-            return checkpoint_content.read(content, *targets)
+            return checkpoint_content.read(content, targets)
         except checkpoint_content.MismatchError as mismatch:
             raise CheckpointError(
                 f"checkpoint {step} in {self._directory} is of another model: {mismatch}; "
@@ -394,11 +392,6 @@ class Checkpoints:
         matches = [(pattern.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return [(int(match[1]), path) for match, path in matches if match]
 
-    def _steps_newest_first(self) -> list[int]:
-        """Returns every step with a manifest or content, complete or not, the newest first."""
-        entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
-        return sorted({step for step, _ in entries}, reverse=True)
-
     def _manifest_path(self, step: int) -> Path:
         return self._directory / f"{step:08d}.json"
 
@@ -413,6 +406,11 @@ class Checkpoints:
                 f"cannot {action} {self._directory}: {checkpoint_content.reason(error)}; "
                 "checkpoints that were complete stay as they are"
             ) from error
+
+
+def _parts(state: Any, measured: Any) -> dict[str, Any]:
+    """Returns the pytrees of a checkpoint by the names under which Orbax stores them."""
+    return {"state": state} if measured is None else {"state": state, "measured": measured}
 
 
 def require_storable(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The content of one checkpoint, a pytree of arrays and a JSON dict, as Orbax stores it."""
+"""The content of one checkpoint, pytrees of arrays and a JSON dict, as Orbax stores it."""
 
 import errno
 import os
@@ -35,10 +35,7 @@ def copy(state: Any) -> dict[str, Any]:
 
 
 def begin(
-    content: Path,
-    arrays: dict[str, Any],
-    data_state: dict[str, Any],
-    beside: dict[str, dict[str, Any]],
+    content: Path, parts: dict[str, dict[str, Any]], data_state: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts writing the directory `content`.
 
@@ -47,9 +44,8 @@ def begin(
 
     Args:
       content: the directory to create, which must not exist.
-      arrays: the result of `copy`.
+      parts: results of `copy`, each by a name.
       data_state: the data iterator's state, which JSON can represent.
-      beside: more results of `copy`, each by a name.
 
     Returns:
       A function that returns when all processes are done; any thread may call it.
@@ -58,26 +54,21 @@ def begin(
       OSError: the disk has too little room.
       Exception: whatever Orbax raises, here or in the returned function; see `reason`.
     """
-    parts = {"state": arrays, **beside}
     _require_room(content, [array for part in parts.values() for array in part.values()])
     with _orbax_context():
-        checkpointables = {**parts, "data": data_state}
-        return ocp.save_checkpointables_async(content, checkpointables).result
+        return ocp.save_checkpointables_async(content, {**parts, "data": data_state}).result
 
 
-def read(
-    content: Path, target_state: Any, target_measured: Any = None
-) -> tuple[Any, dict[str, Any], Any]:
-    """Reads a checkpoint's state, data state and measured arrays.
+def read(content: Path, targets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads parts of a checkpoint.
 
     Args:
       content: the content directory.
-      target_state: a pytree that gives the structure, shapes, dtypes and shardings of the state.
-      target_measured: the same for the measured arrays; None does not read them.
+      targets: by name, pytrees that give the structure, shapes, dtypes and shardings of the parts
+        to read.
 
     Returns:
-      The state, the data state and the measured arrays. The last is None if `target_measured` is
-      None or the checkpoint holds no measured arrays.
+      The parts by name, without those that the checkpoint lacks; and the data state.
 
     Raises:
       MismatchError: an array differs from its target in path, shape or dtype.
@@ -85,10 +76,9 @@ def read(
     """
     with _orbax_context():
         saved = ocp.checkpointables_metadata(content).metadata
-        targets = {"state": target_state}
-        if target_measured is not None and "measured" in saved:
-            targets["measured"] = target_measured
-        by_path = {name: _leaves_by_path(target) for name, target in targets.items()}
+        by_path = {
+            name: _leaves_by_path(target) for name, target in targets.items() if name in saved
+        }
         for name, leaves in by_path.items():
             _require_shapes(saved[name], leaves)
         abstract: dict[str, Any] = {
@@ -102,7 +92,7 @@ def read(
         )
         for name, leaves in by_path.items()
     }
-    return trees["state"], loaded["data"], trees.get("measured")
+    return trees, loaded["data"]
 
 
 def _require_shapes(saved: dict[str, Any], targets: dict[str, Any]) -> None:

@@ -103,6 +103,11 @@ class History:
         return self.steps - min(self.losses, default=0)
 
     @property
+    def layers(self) -> int:
+        """The number of layers that have signals."""
+        return max(map(len, self.signals.values()), default=0)
+
+    @property
     def ended(self) -> bool:
         """Whether the run has ended, with a summary or with a failure."""
         return bool(self.summary or self.failure)

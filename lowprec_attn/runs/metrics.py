@@ -27,9 +27,9 @@ from lowprec_attn.files import (
     Fingerprinter,
     LineFile,
     complete_lines,
+    explained,
     flatten,
     from_strict_json,
-    remedy,
     strict_json,
     write_atomically,
 )
@@ -90,7 +90,9 @@ class MetricsWriter:
         if self._files is None:
             run_dir, start = self._run_dir, self._start_step
             for path in (run_dir.metrics, run_dir.throughput):
-                _truncate(path, start)
+                kept = _kept(path, start)
+                if path.exists() and len(kept) != path.stat().st_size:
+                    write_atomically(path, kept)
             events = _EventFile(run_dir.tensorboard, start)
             self._files = _Files(LineFile(run_dir.metrics), LineFile(run_dir.throughput), events)
         return self._files
@@ -158,15 +160,9 @@ class MetricsWriter:
             files.events.add(record)
         return line
 
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = remedy(error, "make the disk writable and repeat the command to resume")
-            raise MetricsError(
-                f"cannot write metrics to {self._where}: {error.strerror or error}; {mend}"
-            ) from error
+    def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
+        mend = "make the disk writable and repeat the command to resume"
+        return explained(MetricsError, f"write metrics to {self._where}", mend)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -272,10 +268,3 @@ def _kept(path: Path, start_step: int) -> bytes:
     if not path.exists():
         return b""
     return b"".join(line for line, record in _records(path) if record["step"] < start_step)
-
-
-def _truncate(path: Path, start_step: int) -> None:
-    """Removes the lines that `_kept` leaves out."""
-    kept = _kept(path, start_step)
-    if path.exists() and len(kept) != path.stat().st_size:
-        write_atomically(path, kept)

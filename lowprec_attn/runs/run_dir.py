@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -13,12 +13,12 @@ from lowprec_attn.files import (
     Fingerprint,
     Fingerprinter,
     NotJsonError,
+    explained,
     flatten,
     is_temporary,
     lock,
     make_directory,
     read_json,
-    remedy,
     write_json,
 )
 from lowprec_attn.runs import environment
@@ -27,26 +27,8 @@ from lowprec_attn.runs.manifest import DamagedError, Manifest
 
 # Files that an interrupted creation may leave. config.json is written last.
 _CREATED_BEFORE_CONFIG = {"run.lock", "environment.json"}
-# Files and directories that a run adds. They exist without config.json if that file was damaged and
-# the user removed it.
-_CREATED_BY_A_RUN = {
-    "data_order.txt",
-    "metrics.jsonl",
-    "throughput.jsonl",
-    "tensorboard",
-    "checkpoints",
-    "checkpointed.json",  # written by earlier versions, and so is the next
-    "report.png",
-    "report.html",
-    "summary.json",
-    "failure.json",
-    "resumed_from.json",
-    "rollbacks.jsonl",
-    "abandoned",
-    "wandb",  # written by version 0.1.0, and so are the next two
-    "wandb.json",
-    "mlflow.json",
-}
+# Files and directories that earlier versions wrote.
+_OF_EARLIER_VERSIONS = {"checkpointed.json", "report.png", "wandb", "wandb.json", "mlflow.json"}
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
 
@@ -251,15 +233,9 @@ class RunDir:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = remedy(error, "choose another --workdir")
-            raise RunDirError(
-                f"cannot use {self.path} as a run directory: {error.strerror or error}; {mend}"
-            ) from error
+    def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
+        action = f"use {self.path} as a run directory"
+        return explained(RunDirError, action, "choose another --workdir")
 
     def _refuse_foreign_files(self) -> None:
         if self.config.exists():
@@ -267,7 +243,11 @@ class RunDir:
         names = {e.name for e in self.path.iterdir() if not is_temporary(e.name)}
         foreign = names - _CREATED_BEFORE_CONFIG
         if {self.environment.name, "run.lock"} <= names:
-            foreign -= _CREATED_BY_A_RUN
+            # A run's own files exist without config.json if that file was damaged and the user
+            # removed it.
+            paths = (path for path in vars(self).values() if isinstance(path, Path))
+            foreign -= {path.name for path in paths if path.parent == self.path}
+            foreign -= _OF_EARLIER_VERSIONS
         if foreign:
             raise RunDirError(
                 f"{self.path} is not a run directory and not empty (it holds {min(foreign)}); "

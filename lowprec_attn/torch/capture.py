@@ -210,7 +210,7 @@ class _Capturing(TorchFunctionMode):
         else:
             values |= call.facts
             if call.mask is not None:
-                values["attn_mask"] = self._mask(call.mask)
+                values["attn_mask"] = _host(call.mask[: self._sequences])
             if call.q.dtype == out.dtype:
                 x = input_of(call.q[: self._sequences], self._products)
                 if x is not None:
@@ -255,9 +255,6 @@ class _Capturing(TorchFunctionMode):
 
     def _array(self, x: Tensor, dtype: torch.dtype) -> np.ndarray:
         return _host(x[: self._sequences].detach().to(dtype))
-
-    def _mask(self, mask: Tensor) -> np.ndarray:
-        return _host(mask[: self._sequences])
 
 
 def _in_backward() -> bool:

@@ -14,6 +14,7 @@ from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.counts import many
 from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.numerics import PRESETS, Numerics, RowMax
+from lowprec_attn.runs.instability.explosion import failure_in_words
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
@@ -156,17 +157,15 @@ def _implementation(
 
 
 @hosts.first_only
-def report_failure(run_dir: RunDir, failure: Mapping[str, Any], what: str) -> None:
+def report_failure(run_dir: RunDir, failure: Mapping[str, Any]) -> None:
     """Records and prints that a run failed: a value was not finite, or the loss exploded.
 
     Args:
       run_dir: directory of the run.
       failure: content of `failure.json`, with a `step` and a `message`.
-      what: what happened, in a few words before the message; empty if the message says it.
     """
     run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
-    words = ": ".join(filter(None, [what, failure["message"]]))
-    print(f"{words}; the last state is in {run_dir.path}")
+    print(f"{failure_in_words(failure)}; the last state is in {run_dir.path}")
 
 
 @hosts.first_only

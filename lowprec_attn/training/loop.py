@@ -305,27 +305,23 @@ class Loop:
         if pending.signals is None:  # otherwise they are recorded already
             signals = self.measurement.signals(self.state.params, step, pending.arrays)
             self._write_signals(step, signals)
-        self._settle()
-        failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
-        announcement.report_failure(self.fixed.run_dir, failure, f"not finite at step {step}")
-        return EXIT_BROKEN
+        return self._fail({"step": step, **culprit._asdict(), "message": str(culprit)})
 
-    def _settle(self) -> None:
-        """Brings checkpoint and records to the disk before a file says that the run has ended."""
+    def _fail(self, failure: dict[str, Any]) -> int:
+        """Brings checkpoint and records to the disk, and then records that the run has failed."""
         self.fixed.checkpoints.wait()
         self.fixed.metrics.flush()
+        announcement.report_failure(self.fixed.run_dir, failure)
+        return EXIT_BROKEN
 
     def _stop_exploded(self, step: int) -> int:
         """Saves and validates once more, and records that the loss exploded."""
         self._fetch()
         self._save(step)
         self._write_validation(step)
-        self._settle()
         explosion = self.watch.explosion
         message = f"the loss exploded at step {explosion}; stopped after {many(step, 'step')}"
-        failure = {"step": step, "explosion": explosion, "message": message}
-        announcement.report_failure(self.fixed.run_dir, failure, "")
-        return EXIT_BROKEN
+        return self._fail({"step": step, "explosion": explosion, "message": message})
 
     def _finish(self) -> int:
         settings = self.fixed.settings
@@ -341,10 +337,7 @@ class Loop:
                 f"the validation loss is {loss}, while the losses of training are finite: look at "
                 "the held-out text's batches, or at attention's arithmetic"
             )
-            failure = {"step": settings.steps, "message": message}
-            what = f"not finite at step {settings.steps}"
-            announcement.report_failure(self.fixed.run_dir, failure, what)
-            return EXIT_BROKEN
+            return self._fail({"step": settings.steps, "message": message})
         announcement.report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE
 

@@ -18,7 +18,7 @@ from PIL import Image
 from benchmarks import causes_figure, front_figure
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
-from lowprec_attn.lab import archive, records
+from lowprec_attn.lab import RECORDS, archive, records
 from lowprec_attn.lab.report import figures, outcomes
 
 RESULTS = ROOT / "results"
@@ -64,7 +64,7 @@ def reported(tmp_path, monkeypatch):
 
 def test_every_experiment_has_records_and_a_table():
     assert len(EXPERIMENTS) > 50
-    without = [name for name in EXPERIMENTS if not archive.path_of(RESULTS / name).exists()]
+    without = [name for name in EXPERIMENTS if not (RESULTS / name / RECORDS).exists()]
     assert without == []
     assert not list(RESULTS.rglob("*-seed*.jsonl"))
 

@@ -13,10 +13,29 @@ from lowprec_attn.commands import lab as command  # noqa: E402
 from lowprec_attn.commands.main import EXIT_BAD_INPUT  # noqa: E402
 from lowprec_attn.errors import RunError  # noqa: E402
 from lowprec_attn.lab import jobs  # noqa: E402
-from lowprec_attn.lab.processes import Task  # noqa: E402
+from lowprec_attn.lab.processes import Slot, Task  # noqa: E402
 from lowprec_attn.lab.workdir import internal  # noqa: E402
 
 SLURM = "--launcher=slurm"
+
+
+class LocalCluster(jobs.Cluster):
+    """Runs jobs as processes of this host."""
+
+    slot = Slot("this host", {}, "job")
+
+    def __init__(self, folder):
+        self.folder, self._executor = folder, submitit.LocalExecutor(folder)
+        self._executor.update_parameters(timeout_min=60)
+
+    def submit(self, training):
+        return self._executor.submit(training)
+
+    def earlier(self, record):
+        return None
+
+    def states(self, asked):
+        return {job.job_id: "gone" if job.done() else "running" for job in asked}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +45,7 @@ def soon(monkeypatch):
 
 
 def test_arms_run_as_jobs_and_the_same_command_continues(lab, monkeypatch):
-    local = lambda args, workdir: jobs.Cluster("local", internal(workdir) / "jobs", {})  # noqa: E731
+    local = lambda args, workdir: LocalCluster(internal(workdir) / "jobs")  # noqa: E731
     monkeypatch.setattr(command, "_cluster", local)
     acts = {"good": "finish", "bad": "fail", "wild": "nan"}
     code, output = lab(acts, SLURM)
@@ -50,7 +69,7 @@ def waiting(tmp_path, monkeypatch):
     trainer.write_text(STAND_IN)
     words = ["--config.act=wait", f"--workdir={tmp_path / 'arm'}"]
     task = Task("arm", [sys.executable, str(trainer), *words], tmp_path / "arm.log")
-    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
+    cluster = LocalCluster(tmp_path / "jobs")
     submitted = []
     submit = cluster.submit
     monkeypatch.setattr(
@@ -100,7 +119,7 @@ def test_a_signal_ends_the_jobs_with_a_checkpoint(waiting):
 
 def test_an_arm_that_others_stop_is_said_to_be_stopped(lab, monkeypatch):
     """As after `scancel`: Slurm sends SIGTERM to the trainer too, which saves and ends with 0."""
-    local = lambda args, workdir: jobs.Cluster("local", internal(workdir) / "jobs", {})  # noqa: E731
+    local = lambda args, workdir: LocalCluster(internal(workdir) / "jobs")  # noqa: E731
     monkeypatch.setattr(command, "_cluster", local)
     code, output = lab({"a": "stopped"}, SLURM)
     assert code == EXIT_BAD_INPUT
@@ -117,7 +136,7 @@ def test_an_arm_that_others_stop_is_said_to_be_stopped(lab, monkeypatch):
 )  # fmt: skip
 def test_what_jobs_do_is_said(states, kinds, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "_LEFT_SECONDS", 0.0)
-    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
+    cluster = LocalCluster(tmp_path / "jobs")
     left = iter(states)
     monkeypatch.setattr(cluster, "states", lambda asked: {job.job_id: next(left) for job in asked})
     monkeypatch.setattr(cluster, "submit", lambda _: submitit.LocalJob(tmp_path, "7"))
@@ -165,12 +184,10 @@ def _children(pid):
 
 
 def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
+    login_node(tmp_path, monkeypatch)
     squeue = tmp_path / "squeue"
     squeue.write_text("#!/bin/sh\necho 7 RUNNING; echo 8 PENDING; echo 9 COMPLETING\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
-    cluster.kind = "slurm"
+    cluster = jobs.Cluster(tmp_path, {"time": "5"})
     all_jobs = [submitit.SlurmJob(tmp_path, str(number)) for number in (7, 8, 9, 10)]
     states = {"7": "running", "8": "waiting", "9": "running", "10": "gone"}
     assert cluster.states(all_jobs) == states
@@ -215,7 +232,7 @@ def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_pa
 def test_a_name_of_digits_reaches_slurm_as_it_is(tmp_path, monkeypatch):
     login_node(tmp_path, monkeypatch)
     given = {"time": "060", "account": "0042", "cpus_per_task": "8", "mem": "64G"}
-    asked = jobs.Cluster("slurm", tmp_path, given)._executor.parameters
+    asked = jobs.Cluster(tmp_path, given)._executor.parameters
     assert asked == {"time": 60, "account": "0042", "cpus_per_task": 8, "mem": "64G"}
 
 
@@ -234,7 +251,7 @@ def test_what_is_absent_is_said(tmp_path, monkeypatch):
     for name in ("squeue", "sbatch", "srun"):
         (tmp_path / name).unlink()
         with pytest.raises(RunError, match=f"there is no {name} here; run it on a login node"):
-            jobs.Cluster("slurm", tmp_path, {"time": "5"})
+            jobs.Cluster(tmp_path, {"time": "5"})
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(RunError, match="needs submitit: pip install"):
-        jobs.Cluster("slurm", tmp_path, {"time": "5"})
+        jobs.Cluster(tmp_path, {"time": "5"})

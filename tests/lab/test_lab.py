@@ -20,7 +20,7 @@ from processes.stand_in import rewrite, wait_until
 
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
-from lowprec_attn.lab import archive, processes, runner
+from lowprec_attn.lab import RECORDS, processes, runner
 from lowprec_attn.lab.experiment import Arm, Trial, load
 from lowprec_attn.lab.workdir import ArmRun
 
@@ -103,7 +103,7 @@ def test_a_run_ends_with_the_next_command(lab, monkeypatch):
     assert collect == f"next: lowprec-attn lab collect {lab.out} results/{lab.out.name}"
     assert report == f"lowprec-attn lab report results/{lab.out.name}"
     monkeypatch.chdir(lab.out.parent)
-    there = archive.path_of(Path("results", lab.out.name))
+    there = Path("results", lab.out.name, RECORDS)
     there.parent.mkdir(parents=True)
     there.touch()  # as results/laptop in a checkout, which the command must not replace
     _, output = lab({"a": "finish", "b": "fail"})

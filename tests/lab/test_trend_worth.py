@@ -65,7 +65,7 @@ def halves():
 def first_step(record, quantity, kind):
     """The first step at which a layer has departed."""
     if quantity is None:
-        return of_rule(SCORES).first(record)
+        return of_rule(SCORES, "scores", warns=True).first(record)
     found = trend.departures(values(record, quantity.signal), quantity)
     places = [getattr(one, kind) for one in found if getattr(one, kind) is not None]
     return sorted(record.signals)[min(places)] if places else None

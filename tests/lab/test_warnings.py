@@ -23,6 +23,10 @@ def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
     return arm_record(Arm(arm, {}, None), explosion=explosion, signals=signals, failure=failure)
 
 
+def tally(records, reading):
+    return warnings.tally([(record, reading.first(record)) for record in records])
+
+
 @pytest.mark.parametrize(
     ("explosion", "values", "leads", "missed", "false", "quiet"),
     [
@@ -36,7 +40,7 @@ def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
     ],
 )
 def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
-    counts = warnings.tally([record(explosion, values)], warnings.of_rule(SCORES))
+    counts = tally([record(explosion, values)], warnings.of_rule(SCORES, "scores", warns=True))
     assert counts == warnings.Tally(leads, missed, false, quiet)
 
 
@@ -50,7 +54,7 @@ def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
 )
 def test_alarms_before_a_value_that_was_not_finite_are_counted_apart(explosion, not_finite, counts):
     run = record(explosion, [1, 1, 512], not_finite=not_finite)
-    assert warnings.tally([run], warnings.of_rule(SCORES)) == counts
+    assert tally([run], warnings.of_rule(SCORES, "scores", warns=True)) == counts
     text = warnings.warning_table({"one": [run, record(None, [1], arm="well")]})
     (row,) = [line for line in text.splitlines() if line.startswith("| scores")]
     apart = "–" if explosion else f"{counts.not_finite} of 1"
@@ -94,10 +98,12 @@ def test_delta_is_counted_where_it_is_met_and_where_it_warns():
         )
         for explosion, values in runs
     ]
-    assert warnings.tally(found, warnings.of_rule(DELTA, met)) == warnings.Tally(
+    assert tally(found, warnings.of_rule(DELTA, "delta", warns=False)) == warnings.Tally(
         (850, 950), 0, 2, 1
     )
-    assert warnings.tally(found, warnings.of_rule(DELTA)) == warnings.Tally((750,), 1, 1, 2)
+    assert tally(found, warnings.of_rule(DELTA, "delta", warns=True)) == warnings.Tally(
+        (750,), 1, 1, 2
+    )
     text = warnings.warning_table({"one": found})
     labels = [line.split("|")[1].strip() for line in text.splitlines() if "0.3" in line]
     assert labels == ["(delta ≥ 0.3)", "delta ≥ 0.3, with scores"]

@@ -257,12 +257,9 @@ def _open_safetensors(
     path: Path, use: Callable[[Iterable[str], Callable[[str], Any]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Opens a file and returns `use(names, read)`, where `read` returns the array of a name."""
-    try:
+    what = f"{path}: reading safetensors needs its package"
+    with installation.needing("diagnose", DiagnoseError, what):
         import safetensors
-    except ImportError as error:
-        raise DiagnoseError(
-            f"{path}: reading safetensors needs its package: {installation.command('diagnose')}"
-        ) from error
     try:
         with safetensors.safe_open(path, framework="np") as file:
 

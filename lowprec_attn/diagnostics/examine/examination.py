@@ -1,6 +1,5 @@
 """Examines layers: measures each under every requested arithmetic and judges what it shows."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -75,8 +74,8 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
     bad = tuple(name for name, array in arrays.items() if not_finite(name, array))
     if not {*bad}.isdisjoint("qkv"):
         return Examination(layer, {}, tuple(lookalikes(arrays)), bad)
-    measured_as = functools.partial(measure, _without(layer, bad))
-    measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in chosen}
+    finite = _without(layer, bad)
+    measured = {arithmetic.label: measure(finite, arithmetic) for arithmetic in chosen}
     findings = list(lookalikes(arrays, _largest_product(layer, measured.values())))
     judged = verdict.judge(measured, layer.rows)
     if not findings or judged[0].kind != "none":
@@ -103,8 +102,7 @@ def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Exa
             if CURED[finding.kind] in signals:
                 error = float(signals[CURED[finding.kind]][finding.heads[0]])
                 finite = _without(examined.layer, examined.not_finite)
-                measured_as = functools.partial(measure, finite)
-                told = advice(finding, found, error, measured_as)
+                told = advice(finite, finding, found, error)
                 finding = finding._replace(sentence=f"{finding.sentence}; {told}")
         findings.append(finding)
     return examined._replace(findings=tuple(findings))

@@ -96,12 +96,9 @@ def of_folder(folder: Path) -> Encode:
             f"{folder} has no tokenizer.json; save it there with "
             f"AutoTokenizer.from_pretrained(NAME).save_pretrained, or {instead}"
         )
-    try:
+    what = f"{path} needs the package tokenizers"
+    with installation.needing("diagnose", DiagnoseError, what, f"; or {instead}"):
         from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise DiagnoseError(
-            f"{path} needs the package tokenizers: {installation.command('diagnose')}; or {instead}"
-        ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception

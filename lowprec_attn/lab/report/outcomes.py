@@ -58,15 +58,19 @@ class ArmOutcome:
         """The mechanism of its runs, which all have the same arithmetic."""
         return next(iter(self.records.values())).mechanism
 
+    def count(self, word: Word) -> int:
+        """Returns the number of seeds with this outcome."""
+        return sum(found == word for found in self.words.values())
+
     @property
     def exploded(self) -> int:
         """The number of seeds that exploded."""
-        return sum(word == "exploded" for word in self.words.values())
+        return self.count("exploded")
 
     @property
     def not_finite(self) -> int:
         """The number of seeds that ended at a value that was not finite without an explosion."""
-        return sum(word == "not finite" for word in self.words.values())
+        return self.count("not finite")
 
     def is_lost(self, seed: int) -> bool:
         """Whether a run of any length broke, or ended far above the negative control."""

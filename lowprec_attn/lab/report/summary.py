@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from lowprec_attn.counts import many
 from lowprec_attn.lab.records import ArmRecord, ran_away, runaway, tokens_read
-from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
+from lowprec_attn.lab.report.outcomes import ArmOutcome, Word, outcomes, undecided
 from lowprec_attn.lab.report.spans import NONE
 from lowprec_attn.lab.report.tables import share_interval
 from lowprec_attn.lab.report.warnings import loss_table, warning_table
 from lowprec_attn.tables import markdown, with_legend
+
+_COUNTED: tuple[Word, ...] = ("not finite", "censored", "growing")
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
@@ -24,7 +26,7 @@ def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
         read.append(f"- {name}: {tokens_read(records)}")
         reasons += [f"- {name}: {reason}" for reason in undecided(found)]
     header = ["experiment", "arm", "mechanism", "role", "exploded", "95 % interval"]
-    header += ["median step", "not finite", "censored", "growing"]
+    header += ["median step", *_COUNTED]
     parts = [
         _counted(experiments),
         markdown(header, rows),
@@ -100,8 +102,5 @@ def _row(outcome: ArmOutcome) -> list[str]:
         f"{outcome.exploded} of {len(outcome.records)}",
         share_interval(outcome),
         NONE if median is None else f"{median:,.0f}",
-        *(
-            str(sum(word == one for word in outcome.words.values()) or "")
-            for one in ("not finite", "censored", "growing")
-        ),
+        *(str(outcome.count(word) or "") for word in _COUNTED),
     ]

@@ -1,8 +1,7 @@
 """Compares arms in Markdown tables."""
 
-import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -165,10 +164,9 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     if len(seeds) <= _SEEDS_LISTED:
         return _BETWEEN.join(_end(outcome, seed) for seed in seeds)
     steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
-    counts = collections.Counter(outcome.words.values())
     parts = [span(steps, _step)] if steps else []
     others: tuple[Word, ...] = ("behind", "healthy", "growing", "censored", "not finite")
-    parts += [f"{counts[word]} {word}" for word in others if counts[word]]
+    parts += [f"{count} {word}" for word in others if (count := outcome.count(word))]
     return _BETWEEN.join(parts)
 
 
@@ -180,13 +178,7 @@ def _scores(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
             step = max(record.signals)
             (of_layers,) = largest_scores({step: record.signals[step]}).values()
             last[seed] = float(np.max(of_layers))  # unlike `max`, it keeps a NaN
-    if not last:
-        return NONE
-    if len(seeds) <= _SEEDS_LISTED:
-        return _by_seed(
-            dict.fromkeys(outcome.records, NONE) | {s: number(x) for s, x in last.items()}, seeds
-        )
-    return span(last.values())
+    return _numbers(outcome, seeds, last, number)
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -194,48 +186,50 @@ def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
         return ran_away(outcome.records.values())
     found = {seed: record.large_heads for seed, record in outcome.records.items()}
     texts = {
-        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else NONE
+        seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})"
         for seed, large in found.items()
+        if large
     }
-    return _by_seed(texts, seeds)
+    return _by_seed(outcome, seeds, texts)
 
 
 def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
     """Returns how often each run went back to an earlier step."""
     counts = {seed: len(record.rollbacks) for seed, record in outcome.records.items()}
-    if not any(counts.values()):
-        return NONE
-    if len(seeds) <= _SEEDS_LISTED:
-        return _by_seed({seed: str(count) for seed, count in counts.items()}, seeds)
-    return span(counts.values(), str)
+    return _numbers(outcome, seeds, counts if any(counts.values()) else {}, str)
 
 
 def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
-    values = [value for value in outcome.excess.values() if math.isfinite(value)]
-    if not values:
-        return NONE
-    if len(seeds) <= _SEEDS_LISTED:
-        texts = dict.fromkeys(outcome.records, NONE)
-        known = {s: f"{x:+.3f}" for s, x in outcome.excess.items() if math.isfinite(x)}
-        return _by_seed({**texts, **known}, seeds)
-    return span(values, "{:+.3f}".format)
+    known = {seed: x for seed, x in outcome.excess.items() if math.isfinite(x)}
+    return _numbers(outcome, seeds, known, "{:+.3f}".format)
 
 
-def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
-    return _BETWEEN.join(texts.get(seed, _NO_RUN) for seed in seeds)
-
-
-def score_table(
-    records: Sequence[ArmRecord], layer: int, steps: Sequence[int] | None = None
+def _numbers(
+    outcome: ArmOutcome,
+    seeds: Sequence[int],
+    values: Mapping[int, float],
+    text: Callable[[float], str],
 ) -> str:
+    """Returns the number of each seed or, of many seeds, the least and largest number."""
+    if len(seeds) > _SEEDS_LISTED or not values:
+        return span(values.values(), text)
+    return _by_seed(outcome, seeds, {seed: text(x) for seed, x in values.items()})
+
+
+def _by_seed(outcome: ArmOutcome, seeds: Sequence[int], texts: Mapping[int, str]) -> str:
+    """Returns the text of each seed, or what stands for a run without one or for no run."""
+    of_runs = dict.fromkeys(outcome.records, NONE) | dict(texts)
+    return _BETWEEN.join(of_runs.get(seed, _NO_RUN) for seed in seeds)
+
+
+def score_table(records: Sequence[ArmRecord], layer: int, steps: Sequence[int]) -> str:
     """Returns a table with a row per run: the largest |score| of a layer by step, and the end.
 
     Args:
       records: the records of the arms.
       layer: the layer, counted from 0.
-      steps: the steps of the columns; None for about seven recorded steps, evenly spread.
+      steps: the steps of the columns.
     """
-    steps = spread(records) if steps is None else steps
     seeds = len({record.seed for record in records}) > 1
     header = [
         "arm",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
+from lowprec_attn.diagnostics.rules import RULES, Rule, Signals, alarms
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
 from lowprec_attn.runs.instability.spikes import Divergence, Spike, Spikes
@@ -37,10 +37,6 @@ class Tally(NamedTuple):
     not_finite_missed: int = 0
 
 
-Found = Callable[[Signals], Sequence[Alarm]]
-"""`rules.alarms`, or `rules.met`, which includes rules that are met without a warning."""
-
-
 class Reading(NamedTuple):
     """A kind of warning that is counted.
 
@@ -55,22 +51,20 @@ class Reading(NamedTuple):
     is_recorded: Callable[[ArmRecord], bool]
 
 
-def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Reading:
+def of_rule(rule: Rule, label: str, *, warns: bool) -> Reading:
     """Returns the reading of a rule.
 
     Args:
       rule: the rule.
-      found: `rules.alarms` counts layers that warn by the rule, `rules.met` layers that meet it.
-      label: the label of its row; None for the rule's name and threshold.
+      label: the label of its row.
+      warns: whether to count layers that warn by the rule, or all layers that meet it.
     """
 
-    # A rule that warns by itself warns wherever it is met, whatever the other rules say.
-    alone = found is met or rule.only_with is None
-
     def has_it(layer: Signals) -> bool:
-        if alone:
+        # A rule that warns by itself warns wherever it is met, whatever the other rules say.
+        if rule.only_with is None or not warns:
             return rule.is_met(layer)
-        return any(alarm.rule is rule for alarm in found(layer))
+        return any(alarm.rule is rule for alarm in alarms(layer))
 
     def first(record: ArmRecord) -> int | None:
         for step in sorted(record.signals):
@@ -78,19 +72,18 @@ def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Read
                 return step
         return None
 
-    return Reading(label or _label(rule), first, lambda record: rule.is_recorded(record.signals))
+    return Reading(label, first, lambda record: rule.is_recorded(record.signals))
 
 
-def _label(rule: Rule) -> str:
-    return f"{rule.name} ≥ {rule.threshold:g}"
+def tally(first: Iterable[tuple[ArmRecord, int | None]]) -> Tally:
+    """Counts a warning over runs.
 
-
-def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
-    """Counts a warning over runs, which must have recorded what the warning looks at."""
+    Args:
+      first: runs that recorded what the warning looks at, and the first step at which each has it.
+    """
     leads = []
     counts: collections.Counter[str] = collections.Counter()
-    for record in records:
-        alarm = reading.first(record)
+    for record, alarm in first:
         if record.held:
             counts["quiet" if alarm is None else "false"] += 1
         elif record.explosion is None:
@@ -146,12 +139,12 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
 
 def _readings() -> Iterator[Reading]:
     for rule in RULES:
-        label = _label(rule)
+        label = f"{rule.name} ≥ {rule.threshold:g}"
         if rule.only_with is None:
-            yield of_rule(rule)
+            yield of_rule(rule, label, warns=True)
         else:
-            yield of_rule(rule, met, f"({label})")
-            yield of_rule(rule, alarms, f"{label}, with {rule.only_with}")
+            yield of_rule(rule, f"({label})", warns=False)
+            yield of_rule(rule, f"{label}, with {rule.only_with}", warns=True)
     yield Reading(
         f"gradient's norm ≥ {RISE:g} × its least",
         lambda record: first_rise(record.gradient_norms, record.warmup_steps),
@@ -160,10 +153,10 @@ def _readings() -> Iterator[Reading]:
 
 
 def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
-    first = {id(record): reading.first(record) for record in records}
-    counts = tally(records, reading._replace(first=lambda record: first[id(record)]))
-    held = [record for record in records if record.held]
-    arms = collections.Counter(r.arm.name for r in held if first[id(r)] is not None)
+    first = [(record, reading.first(record)) for record in records]
+    counts = tally(first)
+    held = [(record, alarm) for record, alarm in first if record.held]
+    arms = collections.Counter(run.arm.name for run, alarm in held if alarm is not None)
     lead = "–"
     if counts.leads:
         lead = f"{statistics.median(counts.leads):,.0f}, from {min(counts.leads):,} on"

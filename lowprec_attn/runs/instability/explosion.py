@@ -15,7 +15,7 @@ nothing was recorded at that step, the first recorded step after it counts.
 import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec_attn.diagnostics.rules import RUNAWAY_HEADS, RUNAWAY_SCORE
 
@@ -71,6 +71,24 @@ class LossWatch:
     def excess_steps(self) -> int:
         """The number of steps of the current excess; 0 if there is none."""
         return 0 if self.excess_since is None else self._step - self.excess_since + 1
+
+
+def explosion(watch: LossWatch, failure: Mapping[str, Any]) -> int | None:
+    """Returns the step at which the loss exploded, or None.
+
+    Args:
+      watch: the watch of all losses that are known.
+      failure: the run's own record of its failure, which decides if these losses show no explosion.
+        Empty if there is none.
+    """
+    return failure.get("explosion") if watch.explosion is None else watch.explosion
+
+
+def failure_in_words(failure: Mapping[str, Any]) -> str:
+    """Returns the content of `failure.json` as words."""
+    message = str(failure["message"])
+    is_said = "explosion" in failure
+    return message if is_said else f"not finite at step {failure['step']}: {message}"
 
 
 def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:

@@ -25,6 +25,7 @@ from lowprec_attn.runs.instability.explosion import (
     LASTING_STEPS,
     SMOOTHED_STEPS,
     LossWatch,
+    explosion,
 )
 from lowprec_attn.runs.instability.rollbacks import Rollback
 
@@ -78,12 +79,11 @@ class Health(NamedTuple):
 def judge(history: History) -> Health:
     """Returns the health of a run, finished or not."""
     watch = LossWatch(sorted(history.losses.items()))
-    stopped = history.failure.get("explosion")
-    explosion = stopped if watch.explosion is None else watch.explosion
+    exploded = explosion(watch, history.failure)
     not_finite = _not_finite(history)
     met = tuple(_met(history.signals, rules.alarms))
     noted = tuple(_met(history.signals, _silent))
-    broken = list(_breaks(history, watch, explosion, not_finite))
+    broken = list(_breaks(history, watch, exploded, not_finite))
     warnings = list(_warnings(history.rollbacks, met, watch))
     state: State = "healthy"
     if broken:
@@ -104,7 +104,7 @@ def judge(history: History) -> Health:
             f"{many(len(history.signals), 'diagnostic')}{_aside(noted)}"
             f"{_unmeasured(history.signals)}"
         )
-    return Health(state, f"{sentence}.", explosion, not_finite, met, noted)
+    return Health(state, f"{sentence}.", exploded, not_finite, met, noted)
 
 
 def _not_finite(history: History) -> int | None:
@@ -114,11 +114,11 @@ def _not_finite(history: History) -> int | None:
 
 
 def _breaks(
-    history: History, watch: LossWatch, explosion: int | None, not_finite: int | None
+    history: History, watch: LossWatch, exploded: int | None, not_finite: int | None
 ) -> Iterator[str]:
-    if explosion is not None:
+    if exploded is not None:
         yield (
-            f"the loss exploded at step {explosion:,} (its mean of {SMOOTHED_STEPS} steps stayed "
+            f"the loss exploded at step {exploded:,} (its mean of {SMOOTHED_STEPS} steps stayed "
             f"more than {EXCESS_NATS} nats above its best)"
         )
         if not_finite is None and watch.explosion is not None and not watch.excess_steps:

@@ -49,11 +49,7 @@ def incidents(
             found += [Incident(step, text) for text in _warnings(record["warnings"])]
         if "spike" in record:
             spike, end = Spike.of(record), ends.get(step)
-            at_batch = (
-                end is not None
-                and end.recovery == "fast"
-                and no_rule_met(diagnostics, step, end.step)
-            )
+            at_batch = end is not None and points_at_batch(end, diagnostics)
             parts = [str(spike), "it is not over yet" if end is None else str(end)]
             text = "; ".join([*parts, AT_ITS_BATCH] if at_batch else parts)
             found.append(Incident(step, text, spike.loss, at_batch))
@@ -67,21 +63,21 @@ def meets_rule(layers: Mapping[str, Signals]) -> bool:
     return any(rules.met(signals) for signals in layers.values() if signals)
 
 
-def no_rule_met(diagnostics: Iterable[tuple[int, bool]], begin: int, end: int) -> bool:
-    """Whether the last diagnostics before `begin`, and all from there to `end`, met no rule.
+def points_at_batch(spike: SpikeEnd, diagnostics: Iterable[tuple[int, bool]]) -> bool:
+    """Whether a spike recovered fast while no rule was met, which points at its batch.
+
+    The last diagnostics before the spike count, and all during it. Without any of these nothing is
+    known, and the result is False.
 
     Args:
+      spike: the spike, at its end.
       diagnostics: the step of each diagnostics and whether a rule was met there, in order of steps.
-      begin: the first step of the interval.
-      end: the last step of the interval.
-
-    Returns:
-      False if there were no diagnostics up to `end`, since nothing is known then.
     """
-    known = [pair for pair in diagnostics if pair[0] <= end]
-    before = [pair for pair in known if pair[0] < begin][-1:]
-    looked_at = [*before, *(pair for pair in known if pair[0] >= begin)]
-    return bool(looked_at) and not any(met for _, met in looked_at)
+    known = [pair for pair in diagnostics if pair[0] <= spike.step]
+    before = [pair for pair in known if pair[0] < spike.begin][-1:]
+    looked_at = [*before, *(pair for pair in known if pair[0] >= spike.begin)]
+    quiet = bool(looked_at) and not any(met for _, met in looked_at)
+    return spike.recovery == "fast" and quiet
 
 
 def _warnings(layers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -98,7 +98,7 @@ def by_layer(
       log: whether the vertical axis is logarithmic.
     """
     figure, axis = _axis()
-    lines = [largest(history, value, i) for i in range(layers(history))]
+    lines = [largest(history, value, i) for i in range(history.layers)]
     # Only short lines get markers: a marker takes five times the space of a point in the SVG.
     few = max(map(len, lines), default=0) <= _MARKED
     for line, color in zip(lines, shades(len(lines)), strict=True):
@@ -119,11 +119,6 @@ def rates(values: Values) -> Figure:
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
-
-
-def layers(history: History) -> int:
-    """Returns the number of layers that have signals."""
-    return max((len(found) for found in history.signals.values()), default=0)
 
 
 def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) -> dict[int, float]:

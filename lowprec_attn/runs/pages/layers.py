@@ -21,8 +21,7 @@ def details(history: History) -> list[Element]:
     if not history.signals:
         return []
     steps = sorted(history.signals)
-    count = max(len(found) for found in history.signals.values())
-    tables = [_by_name(history, steps, layer) for layer in range(count)]
+    tables = [_by_name(history, steps, layer) for layer in range(history.layers)]
     curves = sum(len(heads[0]) for found in tables for heads in found.values()) or 1
     points = min(max(_CURVES_SIZE // (_POINT_SIZE * curves), 8), _WIDTH)
     return [_folded(layer, found, steps[-1], points) for layer, found in enumerate(tables)]

@@ -132,7 +132,7 @@ def _curves(history: History, health: Health) -> list[Element]:
         (style.EXPLOSION, "explosion, or not finite (a value: a cross)"),
         (style.ALARM, "dotted: a rule is met first, a rollback; cross: a spike"),
     ]
-    shades = figures.shades(figures.layers(history)) if history.signals else []
+    shades = figures.shades(history.layers)
     return [
         element("h2", "Curves"),
         element("div", *drawn, class_="figures"),

@@ -61,7 +61,7 @@ def find_culprit(
     params: Any,
     batch: tuple[Int[Array, "A M T"], Int[Array, "A M T"]],
     key: Key[Array, ""],
-    jit: Callable[..., Any] = jax.jit,
+    jit: Callable[..., Any],
 ) -> Culprit:
     """Returns the first non-finite value of a step.
 

@@ -12,7 +12,7 @@ from lowprec_attn import hosts
 from lowprec_attn.diagnostics import onset
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.instability.explosion import LossWatch
-from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
+from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, meets_rule, points_at_batch
 from lowprec_attn.runs.instability.spikes import Event, SpikeEnd, Spikes
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -87,10 +87,9 @@ class Watch:
         A resumed run knows only the last diagnostics before its start. It therefore says nothing
         of a spike that began before it.
         """
-        if not isinstance(event, SpikeEnd) or event.recovery != "fast" or event.begin < self._start:
+        if not isinstance(event, SpikeEnd) or event.begin < self._start:
             return ""
-        at_batch = no_rule_met(self._diagnostics, event.begin, event.step)
-        return f"; {AT_ITS_BATCH}" if at_batch else ""
+        return f"; {AT_ITS_BATCH}" if points_at_batch(event, self._diagnostics) else ""
 
     def _follow(self, step: int, loss: float) -> list[Event]:
         events = self._spikes.add(step, loss)

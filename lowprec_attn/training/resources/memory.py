@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,12 +136,9 @@ def host_bytes() -> int:
     for path in _CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else "max"
         limits += [int(text)] if text.isdigit() else []
-    with contextlib.suppress(ImportError):  # Windows has no `resource`
-        import resource
-
-        address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if address_space != resource.RLIM_INFINITY:  # libraries have mapped some of it
-            limits += [max(address_space - _mapped_bytes(), 0)]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:  # libraries have mapped some of it
+        limits += [max(address_space - _mapped_bytes(), 0)]
     return min(limits)
 
 
