@@ -744,7 +744,9 @@ def test_the_page_of_the_rotation_has_what_the_records_have():
     apart = sorted(times["100"] + times["10"])
     assert max(apart[:3]) < 1
     assert f"are {apart[3]:.0f} to {apart[5]:.0f} times as\n  large in three pairs of six" in page
-    begun = {name: [_error_of_learning_heads(run, 50) for run in of] for name, of in runs.items()}
+    begun = {
+        name: [_error_of_learning_heads(run, 50, 0.0) for run in of] for name, of in runs.items()
+    }
     flash = [error for name, errors in begun.items() if "flash" in name for error in errors]
     assert (len(flash), f"{int(100 * min(flash)) / 100}") == (15, "0.97")
     cured = [error for name, errors in begun.items() if "normalized" in name for error in errors]
@@ -765,14 +767,136 @@ def test_the_page_of_the_rotation_has_what_the_records_have():
     assert f"to {min(grown):.0f} to {float(f'{max(grown):.3g}'):,.0f}: a score" in page
 
 
-def _error_of_learning_heads(run: records.ArmRecord, step: int) -> float:
-    """The largest error of W_Q's gradient of heads with 1e-4 of their layer's largest gradient."""
+def _peak(run: records.ArmRecord) -> float:
+    """The largest score of any layer at any record."""
+    return max(map(max, records.largest_scores(run.signals).values()))
+
+
+def test_the_page_of_a_llama_style_model_has_what_the_records_have():
+    directory = RESULTS / "true_bfloat16"
+    page, runs = (directory / "llama" / "README.md").read_text(), _by_arm(directory / "llama")
+    rows = re.findall(r"^\| `(\w+)`, seed (\d) \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == sum(map(len, runs.values())) == 6
+    for name, seed, cells in rows:
+        (run,) = (run for run in runs[name] if run.seed == int(seed))
+        scores = records.largest_scores(run.signals)
+        steps = (1000, 1500, 2000, 2500, 3000, 3250, 3700)
+        shown = [f"{max(scores[s]):.0f}" if s in scores else "–" for s in steps]
+        large = max(
+            sum(x > 512 for of in layers for x in of["score_maximum"])
+            for layers in run.signals.values()
+        )
+        assert [cell.strip() for cell in cells.split("|")] == [*shown, str(large)], (name, seed)
+        assert max(of_layers[1] for of_layers in scores.values()) < 46
+    for name, of in runs.items():
+        errors = [max(_error_of_learning_heads(r, s) for s in r.signals if s >= 1000) for r in of]
+        assert f"| `{name}` | {', '.join(map(_two_digits, errors))} |" in page
+    peaks = [[_peak(run) for run in runs[name]] for name in ("flash", "exact")]
+    assert f"Scores peak between {min(peaks[1]):.0f} and {max(peaks[0]):.0f} under either" in page
+    times = np.divide(*peaks)
+    assert f"are {min(times):.1f} to {max(times):.1f} times those" in page
+    ends = [runs["flash"][i].val_losses[3700] - runs["exact"][i].val_losses[3700] for i in (0, 2)]
+    assert " and ".join(f"{x:+.3f}".replace("-", "−") for x in ends) + " (seeds 1 and 3)" in page
+    lasts = (runs["flash"][1].steps, runs["exact"][1].steps)
+    assert "`flash` ended after {:,} steps and `exact` after {:,}.".format(*lasts) in page
+    still = _by_arm(directory / "llama_parts")
+    (flash,), (exact,) = still["flash_rope_1e30"], still["exact_rope_1e30"]
+    assert f"`flash` peaks at {_peak(flash):.0f} and `exact` at {_peak(exact):.0f} to" in page
+    error = max(_error_of_learning_heads(flash, s) for s in flash.signals if s >= 1000)
+    assert f"the error reaches {_two_digits(error)}." in page
+
+
+def _at(directory: str, arm: str, step: int, layer: int = causes_figure.LAYER) -> str:
+    """The largest score of a layer, a seed each, at a step or the last record before it."""
+    scores = []
+    for run in _by_arm(RESULTS / "true_bfloat16" / directory)[arm]:
+        if arm == "flash_qk_norm" and step not in run.signals:
+            continue
+        last = max(s for s in run.signals if s <= step)
+        scores.append(f"{run.largest('score_maximum', last, layer):,.0f}")
+    return ", ".join(scores)
+
+
+@pytest.mark.parametrize(
+    ("row", "cells"),
+    [
+        ("[GPT-2]", [("arithmetic", "flash", 2500), ("arithmetic", "exact", 2500)]),
+        ("[nanoGPT,", [("nanogpt", "flash", 2250), ("nanogpt", "float32", 2250)]),
+        ("[weight decay", [("recipes", "flash_weight_decay", 2500)]),
+        ("cosine", [("recipes", "flash_cosine", 4000)]),
+        ("[rate 1e-3]", [("rates", "flash_1e3", 6250)]),
+        ("rate 6e-4", [("rates", "flash_6e4", 7700)]),
+        ("131,072", [("recipes", "flash_tokens_131k", 2000)]),
+        ("GPT-2 medium", [("recipes", "flash_medium", 3000)]),
+        ("AdamW's β₂", [("recipes", "flash_b2_999", 2500)]),
+        ("AdamW's ε", [("recipes", "flash_eps_1e5", 6000)]),
+        ("QK-norm", [("recipes", "flash_qk_norm", 6000)]),
+        ("QK-clip", [("recipes", "flash_qk_clip", 2500)]),
+    ],
+)
+def test_the_table_by_model_has_the_scores_of_the_records(row, cells):
+    page = (ROOT / "docs" / "models.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(row)}.*$", page, re.MULTILINE)
+    shown = [cell.strip() for cell in line.split("|")[2:4]]
+    assert shown == [_at(*cell) for cell in cells] + ["–"] * (2 - len(cells))
+
+
+def test_the_table_by_model_has_the_largest_scores_of_llama_style_models():
+    page = (ROOT / "docs" / "models.md").read_text()
+    of_rows = {
+        "llama": ("[Llama-style 125M]", "flash", "exact"),
+        "llama_parts": ("the same, RoPE", "flash_rope_1e30", "exact_rope_1e30"),
+    }
+    for name, (row, *arms) in of_rows.items():
+        runs = _by_arm(RESULTS / "true_bfloat16" / name)
+        (line,) = re.findall(rf"^\| {re.escape(row)}.*$", page, re.MULTILINE)
+        errors = [
+            max(_error_of_learning_heads(run, step) for step in run.signals if step >= 1000)
+            for run in runs[arms[0]]
+        ]
+        assert [cell.strip() for cell in line.split("|")[2:5]] == [
+            *(", ".join(f"{_peak(run):.0f}" for run in runs[arm]) for arm in arms),
+            ", ".join(map(_two_digits, errors)),
+        ]
+
+
+def test_the_page_of_what_a_llama_style_model_learns_has_what_the_records_have():
+    directory = RESULTS / "laptop_llama"
+    page, largest = (directory / "README.md").read_text(), largest_after_the_start(directory)
+    runs = _by_arm(directory)
+    for name, of in runs.items():
+        losses = [run.val_losses[600] for run in of]
+        ends = [float(f"{of_all(largest[name]):.3g}") for of_all in (min, max)]
+        (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
+        assert [cell.strip() for cell in line.split("|")[2:5]] == [
+            ", ".join(f"{loss:.3f}" for loss in losses),
+            f"{sum(loss < 4 for loss in losses)} of 8",
+            "{:,.0f} to {:,.0f}".format(*ends),
+        ]
+    rounded = [score for name in ("flash", "dynamic_max") for score in largest[name]]
+    assert (min(rounded) > 512, len(rounded)) == (True, 16)
+    others = [
+        run.val_losses[600] < 4
+        for name in ("normalized", "exact")
+        for run, score in zip(runs[name], largest[name], strict=True)
+        if score > 512
+    ]
+    assert (len(others), sum(others)) == (5, 4)
+
+
+def _error_of_learning_heads(run: records.ArmRecord, step: int, least_score: float = 32.0) -> float:
+    """The largest error of W_Q's gradient of heads with 1e-4 of their layer's largest gradient.
+
+    As in the rule `delta`, heads below the least score do not count.
+    """
     errors = []
     for layer in run.signals[step]:
         true = np.array(layer["query_weight_gradient_exact"])
         of_heads = np.array(layer["query_weight_gradient_error_relative"])
-        errors.append(np.max(of_heads[true >= 1e-4 * np.max(true)]))
-    return float(max(errors))
+        learning = true >= 1e-4 * np.max(true)
+        learning &= np.array(layer["score_maximum"]) >= least_score
+        errors += of_heads[learning].tolist()
+    return max(errors)
 
 
 def test_nothing_lies_between_the_two_groups_of_arms_on_a_laptop():
