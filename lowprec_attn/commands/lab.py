@@ -230,6 +230,12 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
     layers = min(len(layers) for arm in arms for layers in arm.signals.values())
     if not 0 <= args.layer < layers:
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
+    recorded = sorted({step for arm in arms for step in arm.signals})
+    if missing := [step for step in args.steps or () if step not in recorded]:
+        raise RunError(
+            f"--steps {missing[0]}: no run of {directory} has a record there; its records are at "
+            f"{len(recorded)} steps from {recorded[0]} to {recorded[-1]}, such as {recorded[1:4]}"
+        )
     found = outcomes.outcomes(arms)
     judged = len({arm.seed for arm in arms}) > 1 or any(arm.arm.control for arm in arms)
     parts = [verdict_table(directory, found)]

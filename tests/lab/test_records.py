@@ -217,6 +217,8 @@ def test_report_writes_table_and_figure(collected, tmp_path, capsys):
     assert cells(text)["arm"][:7] == ["10", "30", "40", "60", "70", "90", "100"]
     assert main(["lab", "report", str(collected), "--layer", "12"]) == 1
     assert "--layer must be 0 to 11, got 12" in capsys.readouterr().err
+    assert main(["lab", "report", str(collected), "--steps", "-3"]) == 1
+    assert "--steps -3: no run of" in capsys.readouterr().err
     nowhere = tmp_path / "nowhere" / "a.png"
     assert main(["lab", "report", str(collected), "--figure", str(nowhere)]) == 1
     assert f"cannot write {nowhere}" in capsys.readouterr().err
