@@ -748,11 +748,13 @@ def test_the_page_of_the_rotation_has_what_the_records_have():
         name: [_error_of_learning_heads(run, 50, 0.0) for run in of] for name, of in runs.items()
     }
     flash = [error for name, errors in begun.items() if "flash" in name for error in errors]
-    assert (len(flash), f"{int(100 * min(flash)) / 100}") == (15, "0.97")
+    assert len(flash) == 15
+    assert f"is {min(flash):.1f} to {max(flash):.2g} times".replace("3.5e+02", "350") in page
     cured = [error for name, errors in begun.items() if "normalized" in name for error in errors]
-    assert (len(cured), max(cured) < 1e-5) == (6, True)
+    assert (len(cured), f"{max(cured):.2f}") == (6, "0.26")
     held = [error for name, errors in begun.items() if "exact" in name for error in errors]
-    assert (f"{min(held):.3f}", f"{max(held):.0f}") == ("0.001", "1")
+    *most, third, second, first = sorted(held)
+    assert (len(most), f"{third:.2f}", f"{second:.0f}", f"{first:.0f}") == (9, "0.28", "12", "14")
     learned = {
         arithmetic: [
             (run.val_losses[400] < 4, largest[name][place])
@@ -780,7 +782,7 @@ def test_the_page_of_a_llama_style_model_has_what_the_records_have():
     for name, seed, cells in rows:
         (run,) = (run for run in runs[name] if run.seed == int(seed))
         scores = records.largest_scores(run.signals)
-        steps = (1000, 1500, 2000, 2500, 3000, 3250, 3700)
+        steps = (1000, 1500, 1750, 2500, 3000, 3250, 3700)
         shown = [f"{max(scores[s]):.0f}" if s in scores else "–" for s in steps]
         large = max(
             sum(x > 512 for of in layers for x in of["score_maximum"])
@@ -892,7 +894,7 @@ def _error_of_learning_heads(run: records.ArmRecord, step: int, least_score: flo
     errors = []
     for layer in run.signals[step]:
         true = np.array(layer["query_weight_gradient_exact"])
-        of_heads = np.array(layer["query_weight_gradient_error_relative"])
+        of_heads = np.array(layer["query_weight_gradient_error_from_total"])
         learning = true >= 1e-4 * np.max(true)
         learning &= np.array(layer["score_maximum"]) >= least_score
         errors += of_heads[learning].tolist()
