@@ -233,8 +233,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
     recorded = sorted({step for arm in arms for step in arm.signals})
     if missing := [step for step in args.steps or () if step not in recorded]:
         raise RunError(
-            f"--steps {missing[0]}: no run of {directory} has a record there; its records are at "
-            f"{len(recorded)} steps from {recorded[0]} to {recorded[-1]}, such as {recorded[1:4]}"
+            f"--steps {missing[0]}: no run of {directory} has a record there; it has records at "
+            f"{', '.join(map(str, recorded[:8]))}{' …' * (len(recorded) > 8)}"
         )
     found = outcomes.outcomes(arms)
     judged = len({arm.seed for arm in arms}) > 1 or any(arm.arm.control for arm in arms)
